@@ -111,9 +111,7 @@ def build_layout(spec: ModelSpec, *, tokens_per_block: int = 32, order: SlotOrde
         PoolGroupLayout(group, slot_bytes, tuple(lc.id for lc in life_cycles if lc.pool_group == group))
         for slot_bytes, group in groups.items()
     )
-    return CacheLayout(
-        spec.name, spec.dtype, spec.item_bytes, tokens_per_block, order, tuple(life_cycles), pool_groups
-    )
+    return CacheLayout(spec.name, spec.dtype, spec.item_bytes, tokens_per_block, order, tuple(life_cycles), pool_groups)
 
 
 def _slot_bytes(layers: list[LayerSpec], tokens_per_block: int, item_bytes: int) -> int:

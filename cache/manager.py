@@ -77,9 +77,7 @@ class KVCacheManager:
             LayerGroupEntry(group.life_cycle, group.pool_group, group.buffers) for group in self.layout.life_cycles
         )
         layout = self.layout
-        return PageTable(
-            layout.digest, layout.dtype, layout.tokens_per_block, str(self.storage.device), pools, groups
-        )
+        return PageTable(layout.digest, layout.dtype, layout.tokens_per_block, str(self.storage.device), pools, groups)
 
     # ---- admission
 

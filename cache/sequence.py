@@ -101,7 +101,7 @@ class SequenceCache:
         self.committed = num_tokens
 
     def close(self) -> None:
-        """Give all pages and the reservation back. Pages a transfer still holds become free when it ends. Idempotent."""
+        """Give all pages and the reservation back. Pages a hold keeps become free when it ends. Idempotent."""
         if self._manager is not None:
             self._manager.forget(self)
             self._manager = None

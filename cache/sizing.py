@@ -24,9 +24,7 @@ class Steps:
     capacity: Counts
 
     def __add__(self, other: "Steps") -> "Steps":
-        return Steps(
-            np.concatenate([self.history, other.history]), np.concatenate([self.capacity, other.capacity])
-        )
+        return Steps(np.concatenate([self.history, other.history]), np.concatenate([self.capacity, other.capacity]))
 
 
 def prefill_steps(prompt_tokens: int, chunk_tokens: int) -> Steps:
@@ -144,6 +142,4 @@ def _proportional(budget: int, weights: dict[int, float]) -> dict[int, int]:
 def step_weights(layout: CacheLayout, steps: Steps) -> tuple[float, ...]:
     """Weights for `divide_quota` in which every pool group fills up after the same number of such requests."""
     peaks = peak_slots(layout, steps)
-    return tuple(
-        float(max(1, n) * group.slot_bytes) for n, group in zip(peaks, layout.pool_groups, strict=True)
-    )
+    return tuple(float(max(1, n) * group.slot_bytes) for n, group in zip(peaks, layout.pool_groups, strict=True))

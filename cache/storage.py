@@ -59,7 +59,8 @@ class PoolStorage:
         """Mark this point of the current stream; the result answers whether the device has reached it. Never waits."""
         if self.device.type != "cuda":
             return _always
-        return torch.cuda.current_stream(self.device).record_event().query
+        query: Callable[[], bool] = torch.cuda.current_stream(self.device).record_event().query
+        return query
 
 
 def _always() -> bool:

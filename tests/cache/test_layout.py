@@ -83,7 +83,7 @@ def test_spec_gemma3_style_config_reads_windows_and_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("use_sliding_window", "expected"), [(True, [4096, 4096]), (False, [None, None]), (None, [4096, 4096])]
+    "use_sliding_window, expected", [(True, [4096, 4096]), (False, [None, None]), (None, [4096, 4096])]
 )
 def test_spec_without_layer_types_follows_the_sliding_window(
     use_sliding_window: bool | None, expected: list[int | None]
@@ -99,7 +99,7 @@ def test_spec_without_layer_types_follows_the_sliding_window(
 
 
 @pytest.mark.parametrize(
-    ("storage", "buffers"),
+    "storage, buffers",
     [
         ("latent", (BufferSpec("key", 1, 576),)),
         ("expanded", (BufferSpec("key", 16, 192), BufferSpec("value", 16, 128))),

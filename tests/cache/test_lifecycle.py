@@ -6,14 +6,12 @@ from kvferry.cache.errors import ConfigError
 from kvferry.cache.lifecycle import BlockRange, LifeCycle, ceil_div
 
 
-@pytest.mark.parametrize(
-    ("prompt_tokens", "stale_blocks"), [(30, 0), (31, 1), (32, 1), (33, 1), (60, 4), (80, 7)]
-)
+@pytest.mark.parametrize("prompt_tokens, stale_blocks", [(30, 0), (31, 1), (32, 1), (33, 1), (60, 4), (80, 7)])
 def test_stale_range_window_24_block_8_matches_worked_numbers(prompt_tokens: int, stale_blocks: int) -> None:
     assert LifeCycle(24).stale_range(prompt_tokens, 8) == BlockRange(0, stale_blocks)
 
 
-@pytest.mark.parametrize(("prompt_tokens", "valid"), [(24, 3), (25, 4), (32, 3), (33, 4), (60, 4), (80, 3)])
+@pytest.mark.parametrize("prompt_tokens, valid", [(24, 3), (25, 4), (32, 3), (33, 4), (60, 4), (80, 3)])
 def test_live_blocks_window_24_block_8_matches_worked_numbers(prompt_tokens: int, valid: int) -> None:
     assert LifeCycle(24).live_blocks(prompt_tokens, prompt_tokens, 8) == valid
 
@@ -56,7 +54,7 @@ def test_max_live_blocks_equals_exact_maximum(tokens_per_block: int, headroom: i
         assert life_cycle.max_live_blocks(headroom, tokens_per_block, 10**6) == exact
 
 
-@pytest.mark.parametrize(("window", "sink_blocks"), [(0, 0), (-1, 0), (None, 1), (8, -1)])
+@pytest.mark.parametrize("window, sink_blocks", [(0, 0), (-1, 0), (None, 1), (8, -1)])
 def test_life_cycle_impossible_retention_is_refused(window: int | None, sink_blocks: int) -> None:
     with pytest.raises(ConfigError):
         LifeCycle(window, sink_blocks)

@@ -1,0 +1,68 @@
+"""What the transport thread tells the engine's loop about its transfers."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.cache.errors import PeerLost, TransferCancelled, TransferError, TransferTimeout
+from kvferry.transfer.session import Side
+from kvferry.transfer.types import AuxRecord, Cancel, Failure, Grant, TransferKey, TransferResult, WireReport, WorkerId
+
+SendMessage = Callable[[WorkerId, Grant | TransferResult | Cancel], bool]
+"""Hand a message to the control plane. Never blocks; False: it was not and will not be sent."""
+
+
+@dataclass(frozen=True)
+class TransferOutcome:
+    """An attempt ended on this side. `error` is None exactly when it succeeded; a receiver then has `aux`."""
+
+    key: TransferKey
+    side: Side
+    error: TransferError | None
+    wire: WireReport
+    seconds: float
+    aux: AuxRecord | None = None
+
+
+@dataclass(frozen=True)
+class PagesReusable:
+    """The pages of an attempt may be used again: `session.may_reuse` said so."""
+
+    key: TransferKey
+    side: Side
+
+
+@dataclass(frozen=True)
+class PagesInDoubt:
+    """The pages of an attempt are out of circulation until proof comes."""
+
+    key: TransferKey
+    side: Side
+
+
+Report = TransferOutcome | PagesReusable | PagesInDoubt
+
+
+class Outbox:
+    """Reports on their way to the engine's loop; at most three per attempt, so bounded by the attempts admitted.
+
+    Concurrency: `put` from the transport thread, `drain` from the engine's.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._reports: deque[Report] = deque()
+        self._wake = wake
+
+    def put(self, report: Report) -> None:
+        self._reports.append(report)
+        self._wake()
+
+    def drain(self) -> list[Report]:
+        return [self._reports.popleft() for _ in range(len(self._reports))]
+
+
+def error_of(key: TransferKey, peer: str, failure: Failure) -> TransferError:
+    """The typed error for a failure record."""
+    kinds = {"timeout": TransferTimeout, "cancelled": TransferCancelled, "peer_lost": PeerLost}
+    kind = kinds.get(failure.code, TransferError)
+    return kind(failure.message, transfer_id=key.transfer_id, peer=peer, phase=failure.phase.value)

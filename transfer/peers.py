@@ -1,0 +1,77 @@
+"""The peers of one worker, as the thread that owns the transport sees them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvferry.cache.errors import IncompatiblePeer, RemoteProtocolError
+from kvferry.transfer import compatibility
+from kvferry.transfer.plan import PairPlanner, run_list
+from kvferry.transfer.transport.base import DescriptorList, Transport
+from kvferry.transfer.types import RankInfo, WorkerId
+
+
+@dataclass
+class Peer:
+    """One paired worker: how to plan for it, and its memory as runs to write to."""
+
+    info: RankInfo
+    agent: str
+    planner: PairPlanner
+    runs: DescriptorList
+
+
+class PeerBook:
+    """Pairs with peers and forgets them. Plans and run lists are made once per peer incarnation.
+
+    Concurrency: the thread that owns the transport.
+    """
+
+    def __init__(self, local: RankInfo, transport: Transport) -> None:
+        self._local = local
+        self._transport = transport
+        self._peers: dict[WorkerId, Peer] = {}
+        self._device_index = _device_index(local)
+        self.own_runs = transport.prepare(None, run_list(local.page_table.pools, self._device_index))
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(tuple(self._peers.values()))
+
+    def pair(self, info: RankInfo) -> None:
+        """Validate a peer and wire it. Pairing again with the same incarnation changes nothing.
+
+        Raises:
+            IncompatiblePeer: with every difference. TransportError: its metadata or memory cannot be used.
+        """
+        reasons = compatibility.check(self._local, info)
+        if reasons:
+            raise IncompatiblePeer(str(info.worker), reasons)
+        if info.worker in self._peers:
+            return
+        for stale in [worker for worker in self._peers if worker.name == info.worker.name]:
+            self.forget(stale)
+        agent = self._transport.connect(info.agent_metadata)
+        if agent != info.agent_name:
+            raise RemoteProtocolError(f"{info.worker} says agent {info.agent_name!r}, its metadata says {agent!r}")
+        runs = self._transport.prepare(agent, run_list(info.page_table.pools, _device_index(info)))
+        planner = PairPlanner(self._local.page_table, info.page_table)
+        self._peers[info.worker] = Peer(info, agent, planner, runs)
+
+    def find(self, worker: WorkerId) -> Peer | None:
+        return self._peers.get(worker)
+
+    def forget(self, worker: WorkerId) -> None:
+        """Drop a peer and its lane. Unknown peers are ignored."""
+        peer = self._peers.pop(worker, None)
+        if peer is not None:
+            peer.runs.release()
+            self._transport.disconnect(peer.agent)
+
+    def close(self) -> None:
+        for worker in tuple(self._peers):
+            self.forget(worker)
+        self.own_runs.release()
+
+
+def _device_index(info: RankInfo) -> int:
+    _, _, index = info.page_table.device.partition(":")
+    return int(index or 0)

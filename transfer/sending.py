@@ -1,0 +1,268 @@
+"""The sending side of transfers: pages offered, granted a destination, written, answered for."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.cache.errors import RemoteProtocolError
+from kvferry.cache.page_table import BlockLists
+from kvferry.transfer.notice import Notice
+from kvferry.transfer.outcomes import Outbox, PagesInDoubt, PagesReusable, SendMessage, TransferOutcome, error_of
+from kvferry.transfer.peers import Peer, PeerBook
+from kvferry.transfer.plan import TransferPlan
+from kvferry.transfer.session import Action, Event, Exposure, Session, Side, may_reuse
+from kvferry.transfer.transport.base import Transport
+from kvferry.transfer.types import (
+    AuxRecord,
+    Failure,
+    Grant,
+    Phase,
+    ResultStatus,
+    TransferKey,
+    TransferResult,
+    WireReport,
+    WorkerId,
+)
+from kvferry.transfer.writer import WriteJob, Writer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A computed prompt whose pages wait for a grant.
+
+    Attributes:
+        ready: whether the pages' bytes are final (a device event); always true on cpu.
+    """
+
+    key: TransferKey
+    prompt_tokens: int
+    pages: BlockLists
+    aux: AuxRecord
+    timeout_seconds: float
+    ready: Callable[[], bool]
+
+
+@dataclass(eq=False)
+class Sending:
+    """One attempt on the sending side. Also the listener of its writes."""
+
+    owner: "Sender"
+    offer: Offer
+    deadline: float
+    session: Session = field(default_factory=lambda: Session(Side.SENDER))
+    grant: Grant | None = None
+    job: WriteJob | None = None
+    plan: TransferPlan | None = None
+    failure: Failure | None = None
+
+    def posted(self) -> None:
+        self.owner.drive(self, Event.POST)
+
+    def written(self) -> None:
+        self.owner.drive(self, Event.WRITTEN)
+
+    def failed(self, message: str) -> None:
+        self.owner.fail(self, Failure("write_failed", Phase.WIRE, message))
+
+
+class Sender:
+    """All attempts this worker sends.
+
+    Concurrency: the thread that owns the transport.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        transport: Transport,
+        peers: PeerBook,
+        send: SendMessage,
+        outbox: Outbox,
+        clock: Callable[[], float],
+        slice_bytes: int,
+    ) -> None:
+        self._worker = worker
+        self._transport = transport
+        self._peers = peers
+        self._send = send
+        self._outbox = outbox
+        self._clock = clock
+        self._slice_bytes = slice_bytes
+        self._sendings: dict[TransferKey, Sending] = {}
+        self.writer = Writer(transport, clock)
+
+    def __len__(self) -> int:
+        return len(self._sendings)
+
+    def offer(self, offer: Offer) -> None:
+        """Wait for a grant until the offer's timeout."""
+        self._sendings[offer.key] = Sending(self, offer, self._clock() + offer.timeout_seconds)
+
+    def on_grant(self, peer: WorkerId, grant: Grant) -> None:
+        """Start writing, or answer why not."""
+        sending = self._sendings.get(grant.key)
+        if sending is None or not sending.session.allows(Event.GRANT):
+            self._refuse(peer, grant, sending)
+            return
+        sending.grant = grant
+        sending.deadline = self._clock() + grant.timeout_seconds
+        try:
+            sending.plan = self._plan(sending, grant)
+        except RemoteProtocolError as error:
+            self.fail(sending, Failure("bad_grant", Phase.GRANT, str(error)))
+            return
+        self.drive(sending, Event.GRANT)
+
+    def cancel(self, key: TransferKey, reason: str) -> None:
+        """Stop an attempt; unknown ones are ignored."""
+        sending = self._sendings.get(key)
+        if sending is not None:
+            sending.failure = sending.failure or Failure("cancelled", Phase.WIRE, reason)
+            self.drive(sending, Event.CANCEL)
+
+    def on_channel_lost(self, peer: WorkerId, reason: str) -> None:
+        """Fail every attempt that is granted to this peer."""
+        for sending in tuple(self._sendings.values()):
+            if sending.grant is not None and sending.grant.receiver == peer:
+                self.fail(sending, Failure("peer_lost", Phase.WIRE, reason))
+
+    def fail(self, sending: Sending, failure: Failure) -> None:
+        """End an attempt without success, unless it already ended."""
+        sending.failure = sending.failure or failure
+        self.drive(sending, Event.FAIL)
+
+    def fail_all(self, failure: Failure) -> None:
+        for sending in tuple(self._sendings.values()):
+            self.fail(sending, failure)
+
+    def expire(self, now: float) -> None:
+        """Fail overdue attempts and try again to settle those whose writes could not be taken back."""
+        for sending in tuple(self._sendings.values()):
+            if now >= sending.deadline and not sending.session.state.outcome.terminal:
+                message = "no grant came in time" if sending.grant is None else "the writes did not end in time"
+                self.fail(sending, Failure("timeout", Phase.GRANT if sending.grant is None else Phase.WIRE, message))
+            elif sending.session.state.exposure is Exposure.IN_DOUBT and self._abort(sending):
+                self.drive(sending, Event.SETTLE)
+
+    def drive(self, sending: Sending, event: Event) -> None:
+        """Move the session and do what its table asks."""
+        for action in sending.session.apply(event):
+            self._act(sending, action)
+        state = sending.session.state
+        if may_reuse(state) and self._sendings.pop(sending.offer.key, None) is not None:
+            self._outbox.put(PagesReusable(sending.offer.key, Side.SENDER))
+
+    def _act(self, sending: Sending, action: Action) -> None:
+        if action is Action.START_WRITES:
+            self._start(sending)
+        elif action is Action.ABORT_WRITES:
+            self._try_settle(sending)
+        elif action is Action.SEND_RESULT:
+            self._answer(sending)
+        elif action is Action.REPORT:
+            self._report(sending)
+
+    def _plan(self, sending: Sending, grant: Grant) -> TransferPlan:
+        peer = self._peer(grant)
+        if grant.prompt_tokens != sending.offer.prompt_tokens:
+            raise RemoteProtocolError(
+                f"grant is for {grant.prompt_tokens} prompt tokens, {sending.offer.prompt_tokens} were computed"
+            )
+        peer.planner.check_grant(grant.prompt_tokens, grant.pages)
+        return peer.planner.plan(sending.offer.pages, grant.pages)
+
+    def _peer(self, grant: Grant) -> Peer:
+        peer = self._peers.find(grant.receiver)
+        if grant.sender != self._worker or peer is None:
+            raise RemoteProtocolError(
+                f"grant names sender {grant.sender} and receiver {grant.receiver}, this is {self._worker}, "
+                f"which is {'not ' if peer is None else ''}paired with that receiver"
+            )
+        return peer
+
+    def _start(self, sending: Sending) -> None:
+        assert sending.grant is not None
+        assert sending.plan is not None
+        peer = self._peer(sending.grant)
+        incarnation = sending.grant.receiver.incarnation
+        slices = deque(sending.plan.slices(self._slice_bytes))
+        count = len(slices)
+        sending.job = WriteJob(
+            peer=peer.agent,
+            local=self._peers.own_runs,
+            remote=peer.runs,
+            slices=slices,
+            notification=lambda index: Notice(sending.offer.key, incarnation, index, count).pack(),
+            ready=sending.offer.ready,
+            listener=sending,
+        )
+        if slices:
+            self.writer.add(sending.job)
+        else:
+            self.drive(sending, Event.WRITTEN)
+
+    def _abort(self, sending: Sending) -> bool:
+        return sending.job is None or self.writer.abort(sending.job)
+
+    def _try_settle(self, sending: Sending) -> None:
+        """Take back the writes of a failed attempt; without exposure there is nothing to prove."""
+        quiet = self._abort(sending)
+        if sending.session.state.exposure is Exposure.EXPOSED:
+            self.drive(sending, Event.SETTLE if quiet else Event.DOUBT)
+
+    def _answer(self, sending: Sending) -> None:
+        if sending.grant is not None:
+            self._send(sending.grant.receiver, self._result(sending, sending.grant))
+
+    def _result(self, sending: Sending, grant: Grant) -> TransferResult:
+        outcome = sending.session.state.outcome.value
+        status = {"done": ResultStatus.OK, "cancelled": ResultStatus.CANCELLED}.get(outcome, ResultStatus.FAILED)
+        return TransferResult(
+            key=grant.key,
+            sender=self._worker,
+            receiver=grant.receiver,
+            status=status,
+            epochs=tuple(epochs.tobytes() for epochs in grant.pages.epochs),
+            quiet=may_reuse(sending.session.state),
+            wire=self._wire(sending),
+            aux=sending.offer.aux if status is ResultStatus.OK else None,
+            failure=None if status is ResultStatus.OK else sending.failure,
+        )
+
+    def _refuse(self, peer: WorkerId, grant: Grant, sending: Sending | None) -> None:
+        """Answer a grant that cannot be served without touching the attempt, if there is one."""
+        state = "unknown here: expired, cancelled or never offered" if sending is None else sending.session.state
+        failure = Failure("unknown_transfer", Phase.GRANT, f"transfer {grant.key} is {state}")
+        log.warning("grant from %s refused: %s", peer, failure.message)
+        epochs = tuple(epochs.tobytes() for epochs in grant.pages.epochs)
+        quiet = sending is None
+        result = TransferResult(
+            grant.key, self._worker, peer, ResultStatus.FAILED, epochs, quiet=quiet, failure=failure
+        )
+        self._send(peer, result)
+
+    def _wire(self, sending: Sending) -> WireReport:
+        job, plan = sending.job, sending.plan
+        if job is None or plan is None or not job.num_slices:
+            return WireReport()
+        return WireReport(
+            num_slices=job.num_slices,
+            num_pages=plan.num_runs,
+            num_bytes=plan.num_bytes,
+            num_descriptors=job.num_descriptors,
+            seconds=max(0.0, job.ended_at - job.started_at),
+            lane=self._transport.lane(job.peer),
+        )
+
+    def _report(self, sending: Sending) -> None:
+        key, failure = sending.offer.key, sending.failure
+        state = sending.session.state
+        peer = str(sending.grant.receiver) if sending.grant else ""
+        error = error_of(key, peer, failure) if failure and state.outcome.value != "done" else None
+        wire = self._wire(sending)
+        self._outbox.put(TransferOutcome(key, Side.SENDER, error, wire, wire.seconds))
+        if state.exposure is Exposure.IN_DOUBT:
+            self._outbox.put(PagesInDoubt(key, Side.SENDER))

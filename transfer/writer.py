@@ -1,0 +1,145 @@
+"""Posts writes in bounded slices, in round robin over peers, and follows them to their end.
+
+A post may copy its whole payload before it returns, so no job is posted at once: each `advance` hands at most one
+slice per peer to the transport and then polls what is under way.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvferry.cache.errors import TransportError
+from kvferry.transfer.plan import Slice
+from kvferry.transfer.transport.base import DescriptorList, Post, PostState, Transport
+
+MAX_POSTS_PER_PEER = 2
+"""Slices under way at once to one peer: one moves while the next is being handed over."""
+
+
+class WriteListener(Protocol):
+    """Told about a job by `Writer.advance`."""
+
+    def posted(self) -> None:
+        """The first slice is about to be handed to the transport."""
+
+    def written(self) -> None:
+        """Every slice is done."""
+
+    def failed(self, message: str) -> None:
+        """A slice failed. Nothing more is posted; `Writer.abort` must follow."""
+
+
+@dataclass(eq=False)
+class WriteJob:
+    """The slices of one attempt to one peer.
+
+    Attributes:
+        notification: payload for the slice of that index.
+        ready: whether the source bytes are final (a device event).
+    """
+
+    peer: str
+    local: DescriptorList
+    remote: DescriptorList
+    slices: deque[Slice]
+    notification: Callable[[int], bytes]
+    ready: Callable[[], bool]
+    listener: WriteListener
+    num_slices: int = 0
+    num_posted: int = 0
+    num_descriptors: int = 0
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    under_way: list[Post] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_slices = len(self.slices)
+
+
+class Writer:
+    """All writes of one transport.
+
+    Concurrency: the thread that owns the transport.
+    """
+
+    def __init__(self, transport: Transport, clock: Callable[[], float]) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._queues: dict[str, deque[WriteJob]] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queues)
+
+    def add(self, job: WriteJob) -> None:
+        """Queue a job behind the others to its peer."""
+        self._queues.setdefault(job.peer, deque()).append(job)
+
+    def advance(self) -> None:
+        """Post at most one slice per peer, poll all posts, report jobs that ended."""
+        for peer in list(self._queues):
+            self._post_next(self._queues[peer])
+        for job in self._jobs():
+            self._poll(job)
+        self._queues = {peer: jobs for peer, jobs in self._queues.items() if jobs}
+
+    def abort(self, job: WriteJob) -> bool:
+        """Post no more of a job and try to take back what is under way.
+
+        Returns: True when nothing of the job is read or written by the transport any more; otherwise call again later.
+        """
+        job.slices.clear()
+        self._remove(job)
+        job.under_way = [post for post in job.under_way if not self._let_go(post)]
+        return not job.under_way
+
+    def _jobs(self) -> Iterable[WriteJob]:
+        return [job for jobs in self._queues.values() for job in jobs]
+
+    def _post_next(self, jobs: deque[WriteJob]) -> None:
+        if sum(len(job.under_way) for job in jobs) >= MAX_POSTS_PER_PEER:
+            return
+        job = next((job for job in jobs if job.slices), None)
+        if job is not None and job.ready():
+            self._post(job)
+
+    def _post(self, job: WriteJob) -> None:
+        if job.num_posted == 0:
+            job.started_at = self._clock()
+            job.listener.posted()
+        part = job.slices.popleft()
+        payload = job.notification(job.num_posted)
+        try:
+            post = self._transport.post(job.local, part.local, job.remote, part.remote, payload)
+        except TransportError as error:
+            self._remove(job)
+            job.listener.failed(str(error))
+            return
+        job.num_posted += 1
+        job.num_descriptors += post.num_descriptors
+        job.under_way.append(post)
+
+    def _poll(self, job: WriteJob) -> None:
+        for post in list(job.under_way):
+            state = self._transport.poll(post)
+            if state is PostState.FAILED:
+                self._remove(job)
+                job.listener.failed(f"write to {job.peer} failed: {post}")
+                return
+            if state is PostState.DONE:
+                job.under_way.remove(post)
+                self._transport.release(post)
+        if not job.under_way and not job.slices:
+            job.ended_at = self._clock()
+            self._remove(job)
+            job.listener.written()
+
+    def _let_go(self, post: Post) -> bool:
+        """DONE posts are let go for good; others only if the library gives them up."""
+        return self._transport.poll(post) is PostState.DONE or self._transport.release(post)
+
+    def _remove(self, job: WriteJob) -> None:
+        jobs = self._queues.get(job.peer)
+        if jobs is not None and job in jobs:
+            jobs.remove(job)
