@@ -68,9 +68,8 @@ class Receiver:
     def __len__(self) -> int:
         return len(self._receivings)
 
-    def request(self, grant: Grant) -> None:
-        """Send a grant and wait for the pages until its timeout."""
-        now = self._clock()
+    def request(self, grant: Grant, now: float) -> None:
+        """Send a grant and wait for the pages until its timeout, counted from `now`."""
         receiving = Receiving(grant, now + grant.timeout_seconds, now)
         self._receivings[grant.key] = receiving
         if self._peers.find(grant.sender) is None:

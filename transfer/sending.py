@@ -34,6 +34,7 @@ class Offer:
     """A computed prompt whose pages wait for a grant.
 
     Attributes:
+        deadline: on the transceiver's clock, in seconds; without a grant by then the pages are released.
         ready: whether the pages' bytes are final (a device event); always true on cpu.
     """
 
@@ -41,7 +42,7 @@ class Offer:
     prompt_tokens: int
     pages: BlockLists
     aux: AuxRecord
-    timeout_seconds: float
+    deadline: float
     ready: Callable[[], bool]
 
 
@@ -98,8 +99,8 @@ class Sender:
         return len(self._sendings)
 
     def offer(self, offer: Offer) -> None:
-        """Wait for a grant until the offer's timeout."""
-        self._sendings[offer.key] = Sending(self, offer, self._clock() + offer.timeout_seconds)
+        """Wait for a grant until the offer's deadline."""
+        self._sendings[offer.key] = Sending(self, offer, offer.deadline)
 
     def on_grant(self, peer: WorkerId, grant: Grant) -> None:
         """Start writing, or answer why not."""

@@ -81,6 +81,7 @@ class Transceiver:
         self._transport = transport
         self._settings = settings
         self._worker = worker
+        self._clock = clock
         self._outbox = Outbox(wake)
         self._holds: dict[tuple[TransferKey, Side], Hold] = {}
         self._in_doubt: set[tuple[TransferKey, Side]] = set()
@@ -115,7 +116,7 @@ class Transceiver:
         Raises: CapacityError: too many open transfers. TransportError: the reactor ended.
         """
         ready = self._manager.storage.record_event()
-        offer = Offer(key, prompt_tokens, pages, aux, timeout_seconds, ready)
+        offer = Offer(key, prompt_tokens, pages, aux, self._clock() + timeout_seconds, ready)
         self._open(key, Side.SENDER, pages, lambda: self._sender.offer(offer))
 
     def request(
@@ -126,7 +127,8 @@ class Transceiver:
         Raises: CapacityError: too many open transfers. TransportError: the reactor ended.
         """
         grant = Grant(key, sender, self._worker, prompt_tokens, pages, timeout_seconds)
-        self._open(key, Side.RECEIVER, pages, lambda: self._receiver.request(grant))
+        now = self._clock()
+        self._open(key, Side.RECEIVER, pages, lambda: self._receiver.request(grant, now))
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         """Stop an attempt on whichever side it is here. Its pages come back when they are quiet. Idempotent."""

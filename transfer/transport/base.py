@@ -20,6 +20,9 @@ Descriptors = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int32]
 """Positions in a prepared descriptor list. Shapes: [n]."""
 
+MAX_NOTIFICATION_BYTES = 4096
+"""Longest notification a write may carry."""
+
 
 class PostState(enum.Enum):
     """Where a posted write stands."""

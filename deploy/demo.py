@@ -1,0 +1,258 @@
+"""`kvferry demo`: a real model served disaggregated on this machine, compared with the same model in one process."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.cache.errors import ConfigError, DeadlineExceeded, InvariantError
+from kvferry.deploy.cluster import Cluster, running_cluster, start_cluster
+from kvferry.deploy.process import EXIT_DIFFERENT, EXIT_OK
+from kvferry.transfer.control.client import InferenceClient
+from kvferry.transfer.engines.models import load_model
+from kvferry.transfer.engines.oracle import generate_in_one_process
+from kvferry.transfer.inference import GenerateCall, GenerateSummary, SamplingParams, TokenChunk, WorkerStatus
+
+START_SECONDS = 180.0
+REQUEST_SECONDS = 300.0
+DRAIN_SECONDS = 10.0
+PREFILL_CHUNK_TOKENS = 256
+TABLE_WIDTH = 140
+
+PROMPT = (
+    "A lighthouse keeper writes to her sister on the mainland. The storm of last week broke two panes of the lantern "
+    "room and soaked the logbook, but the lamp never went out. A fishing boat, the Maren, lost her rudder off the "
+    "northern reef; her crew of four rowed eleven hours by the light of the tower and came ashore at dawn, cold and "
+    "hungry and alive. The keeper fed them bread, smoked herring and the last of the coffee. The youngest, a boy of "
+    "sixteen, would not sleep before he had climbed the stairs and seen the lamp for himself. Now the supply ship is "
+    "late, the oil will last nine days, and the keeper has moved her bed beside the clockwork so that she hears if it "
+    "slows. She asks her sister for two panes of glass, a new logbook, coffee, and a picture of the mainland in "
+    "spring, because the boy asked her what she misses most and she had no answer ready.\n\n"
+    "Write a short reply from the sister. Promise what the keeper asked for, and say something kind about the boy."
+)
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the command line asked for."""
+
+    model: str
+    prompt: str
+    max_new_tokens: int
+    num_prefill: int
+    num_decode: int
+    as_json: bool
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came out of the cluster."""
+
+    tokens: list[int]
+    text: str
+    summary: GenerateSummary
+    ttft_seconds: float
+    first_token_seconds: float
+    decode_status: WorkerStatus
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Serve, compare, report. Returns the exit code.
+
+    Raises: KVError when it could not run.
+    """
+    _check(options)
+    say = _quiet if options.as_json else _say
+    threads = max(1, (os.cpu_count() or 2) // 2)
+    # Loaded before the workers start: a first use converts the weights once, for everyone.
+    torch.set_num_threads(threads)
+    say(f"loading {options.model}")
+    model = load_model(options.model, report=say)
+    with running_cluster() as cluster:
+        served = asyncio.run(_serve(cluster, options, threads, say))
+    say("running the same model in one process")
+    expected = generate_in_one_process(
+        model, served.summary.prompt_token_ids, _sampling(options), PREFILL_CHUNK_TOKENS
+    ).token_ids
+    identical = served.tokens == list(expected)
+    equal = sum(ours == theirs for ours, theirs in zip(served.tokens, expected, strict=False))
+    if options.as_json:
+        print(json.dumps(_as_json(options, served, identical)))
+    else:
+        _print_table(options, served, identical, f"{equal}/{len(expected)} tokens")
+    return EXIT_OK if identical else EXIT_DIFFERENT
+
+
+def _check(options: DemoOptions) -> None:
+    if not options.prompt:
+        raise ConfigError("the prompt is empty: give --prompt some text")
+    for flag, value in (
+        ("--max-new-tokens", options.max_new_tokens),
+        ("--prefill", options.num_prefill),
+        ("--decode", options.num_decode),
+    ):
+        if value < 1:
+            raise ConfigError(f"{flag} is {value}: it must be at least 1")
+
+
+def _sampling(options: DemoOptions) -> SamplingParams:
+    return SamplingParams(max_new_tokens=options.max_new_tokens)
+
+
+async def _serve(cluster: Cluster, options: DemoOptions, threads: int, say: Callable[[str], None]) -> Served:
+    worker = {
+        "model": options.model,
+        "num_threads": threads,
+        "prefill_chunk_tokens": PREFILL_CHUNK_TOKENS,
+    }
+    say(f"starting a frontend, {options.num_prefill} prefill and {options.num_decode} decode")
+    endpoint = await asyncio.to_thread(
+        start_cluster,
+        cluster,
+        num_prefill=options.num_prefill,
+        num_decode=options.num_decode,
+        worker=worker,
+        timeout_seconds=START_SECONDS,
+    )
+    async with InferenceClient(endpoint) as client:
+        await client.wait_serving(START_SECONDS)
+        return await _generate(client, cluster, options)
+
+
+async def _generate(client: InferenceClient, cluster: Cluster, options: DemoOptions) -> Served:
+    call = GenerateCall(prompt=options.prompt, chat=True, sampling=_sampling(options), timeout_seconds=REQUEST_SECONDS)
+    started = time.monotonic()
+    arrivals: list[float] = []
+    tokens: list[int] = []
+    text, summary = "", None
+    async with aclosing(client.generate(call)) as events:
+        async for event in events:
+            if isinstance(event, TokenChunk):
+                arrivals.append(time.monotonic() - started)
+                tokens += event.token_ids
+                text += event.text
+                if not options.as_json:
+                    print(event.text, end="", flush=True)
+            else:
+                summary = event
+    if not options.as_json:
+        print()
+    if summary is None:
+        raise InvariantError("the stream ended without a summary")
+    status = await _drained_status(cluster, summary.receiver.name)
+    return Served(tokens, text, summary, arrivals[min(1, len(arrivals) - 1)], arrivals[0], status)
+
+
+async def _drained_status(cluster: Cluster, name: str) -> WorkerStatus:
+    """The decode worker's status once every page of every worker is free again."""
+    found: dict[str, WorkerStatus] = {}
+    deadline = time.monotonic() + DRAIN_SECONDS
+    for child in cluster.children[1:]:
+        assert child.endpoint is not None
+        async with InferenceClient(child.endpoint) as client:
+            found[child.name] = await _wait_free(client, deadline)
+    return found[name]
+
+
+async def _wait_free(client: InferenceClient, deadline: float) -> WorkerStatus:
+    while True:
+        status = await client.get_status()
+        if status.integrity != "ok":
+            raise InvariantError(f"{status.worker}: {status.integrity}")
+        if all(group.free == group.num_slots for group in status.pool_groups):
+            return status
+        if time.monotonic() >= deadline:
+            raise DeadlineExceeded(f"pages are not free again: {status.pool_groups}", peer=str(status.worker))
+        await asyncio.sleep(0.05)
+
+
+# ---- report
+
+
+def _parts(served: Served) -> dict[str, float]:
+    timings = served.summary.timings
+    known = {
+        "queue": timings.queue_seconds,
+        "prefill": timings.prefill_seconds,
+        "transfer": timings.transfer_seconds,
+        "first_decode_step": timings.first_decode_step_seconds,
+    }
+    return {"total": served.ttft_seconds, **known, "other": max(0.0, served.ttft_seconds - sum(known.values()))}
+
+
+def _pool_groups(status: WorkerStatus) -> list[dict[str, Any]]:
+    return [
+        {"life_cycles": list(group.life_cycles), "slot_bytes": group.slot_bytes, "num_slots": group.num_slots}
+        for group in status.pool_groups
+    ]
+
+
+def _as_json(options: DemoOptions, served: Served, identical: bool) -> dict[str, Any]:
+    summary, wire, status = served.summary, served.summary.wire, served.decode_status
+    return {
+        "identical": identical,
+        "model": options.model,
+        "prompt_tokens": summary.usage.prompt_tokens,
+        "new_tokens": summary.new_tokens,
+        "text": served.text,
+        "manager": status.manager,
+        "transport": status.transport,
+        "runtime": status.runtime,
+        "lane": wire.lane,
+        "blocks": summary.num_blocks,
+        "pages": wire.num_pages,
+        "bytes": wire.num_bytes,
+        "descriptors": wire.num_descriptors,
+        "transfer_seconds": wire.seconds,
+        "ttft_seconds": _parts(served),
+        "first_token_seconds": served.first_token_seconds,
+        "pool_groups": _pool_groups(status),
+        "prefill_worker": summary.sender.name,
+        "decode_worker": summary.receiver.name,
+    }
+
+
+def _print_table(options: DemoOptions, served: Served, identical: bool, count: str) -> None:
+    summary, wire, status = served.summary, served.summary.wire, served.decode_status
+    parts = _parts(served)
+    rate = wire.num_bytes / wire.seconds / 1e9 if wire.seconds else 0.0
+    split = " + ".join(f"{name.replace('_', ' ')} {parts[name]:.3f}" for name in list(parts)[1:])
+    groups = "; ".join(
+        f"{' and '.join(group.life_cycles)}: {group.num_slots} slots of {group.slot_bytes} bytes"
+        for group in status.pool_groups
+    )
+    rows = [
+        ("model", options.model),
+        ("workers", f"{summary.sender.name} -> {summary.receiver.name}"),
+        ("manager, transport, runtime", f"{status.manager}, {status.transport}, {status.runtime}"),
+        ("pool groups", groups),
+        ("prompt tokens", str(summary.usage.prompt_tokens)),
+        ("blocks / pages", f"{summary.num_blocks} / {wire.num_pages}"),
+        ("bytes moved", f"{wire.num_bytes:,}"),
+        ("descriptors", str(wire.num_descriptors)),
+        ("lane", wire.lane),
+        ("transfer", f"{wire.seconds:.6f} s, {rate:.2f} GB/s"),
+        ("time to first token", f"{parts['total']:.3f} s = {split}"),
+    ]
+    table = Table(show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=max(TABLE_WIDTH, Console().width)).print(table)
+    print(f"identical to a single process: {'yes' if identical else 'NO'} ({count})")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _quiet(text: str) -> None:
+    """JSON output stays one object."""

@@ -1,0 +1,423 @@
+"""The thread that computes: it prefills chunk by chunk, hands pages over, takes pages in and decodes.
+
+One turn: take new requests, hear from the transceiver, drop what is cancelled or late, admit, run one prefill chunk,
+then one decode step of every running request, each alone so that its tokens do not depend on its neighbours.
+"""
+
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from kvferry.cache import sizing
+from kvferry.cache.errors import (
+    CapacityError,
+    ConfigError,
+    DeadlineExceeded,
+    InvariantError,
+    KVError,
+    TransferCancelled,
+    Unavailable,
+)
+from kvferry.cache.lifecycle import ceil_div
+from kvferry.cache.manager import KVCacheManager
+from kvferry.deploy.requests import Request
+from kvferry.transfer.engines.base import Engine
+from kvferry.transfer.engines.sampling import check_sampling, finish_reason, sample
+from kvferry.transfer.engines.text import IncrementalText
+from kvferry.transfer.inference import GenerateSummary, PrefillReply, TokenChunk
+from kvferry.transfer.outcomes import TransferOutcome
+from kvferry.transfer.session import Side
+from kvferry.transfer.transceiver import Transceiver
+from kvferry.transfer.types import AuxRecord, TransferKey, Usage, WorkerId
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.05
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """Bounds of one engine loop.
+
+    Attributes:
+        max_waiting: requests that may wait for their turn; more are refused.
+        max_running: requests that decode at once.
+        max_held: finished prompts that may wait for, or be in, a transfer out; prefill pauses at the bound.
+    """
+
+    prefill_chunk_tokens: int
+    max_seq_len_tokens: int
+    max_waiting: int
+    max_running: int
+    max_held: int
+    transfer_timeout_seconds: float
+
+
+class EngineLoop:
+    """Runs one engine over one manager and one transceiver.
+
+    Concurrency: `submit`, `call` and `wake` from any thread; the rest happens on the loop's own thread, which is the
+    manager's and the engine's.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        engine: Engine,
+        manager: KVCacheManager,
+        settings: LoopSettings,
+        *,
+        on_failure: Callable[[Exception], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._worker = worker
+        self._engine = engine
+        self._manager = manager
+        self._settings = settings
+        self._clock = clock
+        self._on_failure = on_failure
+        self._inbox: queue.Queue[Callable[[], None]] = queue.Queue(settings.max_waiting + 64)
+        self._awake = threading.Event()
+        self._stopping = False
+        self._transceiver: Transceiver | None = None
+        self._to_prefill: deque[Request] = deque()
+        self._to_receive: deque[Request] = deque()
+        self._receiving: dict[TransferKey, Request] = {}
+        self._running: list[Request] = []
+        self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
+
+    # ---- any thread
+
+    def start(self, transceiver: Transceiver) -> None:
+        self._transceiver = transceiver
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Something happened that the loop should look at."""
+        self._awake.set()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises CapacityError when too many wait, Unavailable when the loop ended."""
+        self._enqueue(lambda: self._arrive(request))
+
+    def cancel(self, key: TransferKey, reason: str) -> None:
+        """Stop an attempt offered or received here; unknown keys change nothing."""
+        self._enqueue(lambda: self._required().cancel(key, reason))
+
+    def call(self, function: Callable[[], Result]) -> "Future[Result]":
+        """Run a function between two turns; the future carries its result or error."""
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
+                future.set_exception(error)
+
+        self._enqueue(run)
+        return future
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """End the loop after its present turn, failing what is left. False: it did not end in time."""
+        self._stopping = True
+        self.wake()
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    # ---- counts, for status (read between turns)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._to_prefill) + len(self._to_receive)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    # ---- the loop
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while not self._stopping:
+                    if not self._turn():
+                        self._awake.wait(IDLE_SECONDS)
+                        self._awake.clear()
+            self._fail_all(Unavailable("the worker is shutting down", peer=str(self._worker)))
+        except Exception as error:
+            log.exception("engine loop failed")
+            self._stopping = True
+            self._fail_all(Unavailable(f"the engine loop failed: {error}", peer=str(self._worker)))
+            self._on_failure(error)
+
+    def _turn(self) -> bool:
+        """One turn. Returns whether there is more to do at once."""
+        self._run_inbox()
+        for outcome in self._required().poll():
+            self._hear(outcome)
+        self._drop_ended()
+        self._admit_receives()
+        worked = self._prefill_step()
+        for request in tuple(self._running):
+            self._guard(request, self._decode_step)
+        return worked or bool(self._running) or not self._inbox.empty()
+
+    def _enqueue(self, command: Callable[[], None]) -> None:
+        if self._stopping:
+            raise Unavailable("the worker is shutting down", peer=str(self._worker))
+        try:
+            self._inbox.put_nowait(command)
+        except queue.Full:
+            raise self._too_many() from None
+        self.wake()
+
+    def _too_many(self) -> CapacityError:
+        limit = self._settings.max_waiting
+        return CapacityError(
+            f"{limit} requests wait already: retry later, or raise max_waiting_requests",
+            requested=(1,),
+            available=(0,),
+        )
+
+    def _run_inbox(self) -> None:
+        for _ in range(self._inbox.qsize()):
+            self._inbox.get_nowait()()
+
+    def _required(self) -> Transceiver:
+        assert self._transceiver is not None, "start() gives the loop its transceiver"
+        return self._transceiver
+
+    def _guard(self, request: Request, step: Callable[[Request], None]) -> None:
+        """Run one step of one request; its own failure ends that request only."""
+        try:
+            step(request)
+        except InvariantError:
+            raise
+        except KVError as error:
+            self._end(request, error)
+
+    # ---- arrival and admission
+
+    def _arrive(self, request: Request) -> None:
+        self._guard(request, self._check_and_queue)
+
+    def _check_and_queue(self, request: Request) -> None:
+        self._check_length(request)
+        self._manager.check_fits_ever(self._need(request))
+        if self.num_waiting >= self._settings.max_waiting:
+            raise self._too_many()
+        (self._to_receive if request.decode else self._to_prefill).append(request)
+
+    def _check_length(self, request: Request) -> None:
+        tokens, limit = len(request.prompt), self._settings.max_seq_len_tokens
+        if not tokens:
+            raise ConfigError("the prompt is empty: give at least one token")
+        check_sampling(request.sampling)
+        if tokens + request.sampling.max_new_tokens > limit:
+            raise ConfigError(
+                f"{tokens} prompt tokens and {request.sampling.max_new_tokens} new ones exceed max_seq_len_tokens "
+                f"{limit}: shorten the prompt or ask for fewer tokens"
+            )
+        self._check_vocabulary(request)
+
+    def _check_vocabulary(self, request: Request) -> None:
+        wrong = [token for token in request.prompt if not 0 <= token < self._engine.vocab_size]
+        if wrong:
+            raise ConfigError(f"token ids {wrong[:5]} are outside the vocabulary of {self._engine.vocab_size}")
+
+    def _need(self, request: Request) -> tuple[int, ...]:
+        """Peak slots per pool group of a request on this worker."""
+        tokens = len(request.prompt)
+        decoding = sizing.decode_steps(tokens, request.sampling.max_new_tokens)
+        if request.decode:
+            steps = decoding
+        else:
+            steps = sizing.prefill_steps(tokens, self._settings.prefill_chunk_tokens)
+            steps = steps if request.hand_over else steps + decoding
+        return sizing.peak_slots(self._manager.layout, steps)
+
+    def _admit(self, request: Request) -> bool:
+        """Give a request its sequence, or leave it waiting for pages."""
+        try:
+            request.sequence = self._manager.create_sequence(request.request_id, self._need(request))
+        except CapacityError as error:
+            if error.permanent:
+                raise
+            return False
+        request.started_at = self._clock()
+        return True
+
+    def _admit_receives(self) -> None:
+        """First come, first served: a request that does not fit now blocks those behind it."""
+        while self._to_receive and len(self._running) + len(self._receiving) < self._settings.max_running:
+            request = self._to_receive[0]
+            if not self._admit(request):
+                return
+            self._to_receive.popleft()
+            self._guard(request, self._receive)
+
+    # ---- transfers
+
+    def _receive(self, request: Request) -> None:
+        assert request.decode is not None
+        assert request.sequence is not None
+        tokens = len(request.prompt)
+        request.sequence.resize(capacity=tokens, history=tokens)
+        self._receiving[request.decode.key] = request
+        timeout = min(self._settings.transfer_timeout_seconds, request.deadline - self._clock())
+        pages = request.sequence.pages(tokens)
+        self._required().request(request.decode.key, request.decode.sender, pages, tokens, max(timeout, 0.001))
+
+    def _hear(self, outcome: TransferOutcome) -> None:
+        if outcome.side is Side.SENDER:
+            if outcome.error is not None:
+                log.warning("%s", outcome.error)
+            return
+        request = self._receiving.pop(outcome.key, None)
+        if request is not None:
+            self._guard(request, lambda request: self._take_over(request, outcome))
+
+    def _take_over(self, request: Request, outcome: TransferOutcome) -> None:
+        if outcome.error is not None:
+            raise outcome.error
+        assert outcome.aux is not None, "a transfer without error carries its aux record"
+        request.transfer_seconds = outcome.seconds
+        request.wire = outcome.wire
+        self._begin(request, list(outcome.aux.first_tokens), list(outcome.aux.first_logprobs))
+
+    def _offer(self, request: Request, token: int, logprob: float) -> None:
+        assert request.sequence is not None
+        key = TransferKey(uuid.uuid4().hex, 1)
+        tokens = len(request.prompt)
+        aux = AuxRecord((token,), (logprob,), Usage(tokens))
+        timeout = self._settings.transfer_timeout_seconds
+        self._required().offer(key, request.sequence.pages(tokens), tokens, aux, timeout)
+        timings = request.timings()
+        reply = PrefillReply(key, self._worker, request.prompt, timings.queue_seconds, timings.prefill_seconds)
+        request.sink.put(reply)
+        self._end(request, None)
+
+    # ---- computing
+
+    def _prefill_step(self) -> bool:
+        """One chunk of the first prompt in line. Returns whether a chunk ran."""
+        if not self._to_prefill:
+            return False
+        request = self._to_prefill[0]
+        if request.sequence is None and not self._may_start(request):
+            return False
+        self._guard(request, self._prefill_chunk)
+        return True
+
+    def _may_start(self, request: Request) -> bool:
+        if request.hand_over and self._required().num_sending >= self._settings.max_held:
+            return False
+        if not request.hand_over and len(self._running) >= self._settings.max_running:
+            return False
+        return self._admit(request)
+
+    def _prefill_chunk(self, request: Request) -> None:
+        sequence = request.sequence
+        assert sequence is not None
+        start = sequence.history
+        end = min(start + self._settings.prefill_chunk_tokens, len(request.prompt))
+        sequence.resize(capacity=end)
+        logits = self._engine.forward(sequence, np.asarray(request.prompt[start:end], np.int64))
+        sequence.resize(history=end)
+        if end == len(request.prompt):
+            self._to_prefill.popleft()
+            token, logprob = sample(logits, request.sampling, end)
+            request.first_token_at = self._clock()
+            if request.hand_over:
+                self._offer(request, token, logprob)
+            else:
+                self._begin(request, [token], [logprob])
+
+    def _begin(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
+        """The first tokens are known: publish them and decode on, unless they are the last."""
+        request.text = IncrementalText(self._engine.tokenizer)
+        self._running.append(request)
+        self._publish(request, tokens, logprobs)
+
+    def _decode_step(self, request: Request) -> None:
+        sequence = request.sequence
+        assert sequence is not None
+        started = self._clock()
+        position = sequence.history
+        sequence.resize(capacity=position + 1)
+        logits = self._engine.forward(sequence, np.asarray(request.new_tokens[-1:], np.int64))
+        sequence.resize(history=position + 1)
+        token, logprob = sample(logits, request.sampling, position + 1)
+        if len(request.new_tokens) == 1:
+            request.first_step_seconds = self._clock() - started
+        self._publish(request, [token], [logprob])
+
+    def _publish(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
+        assert request.text is not None
+        request.new_tokens += tokens
+        reason = finish_reason(request.new_tokens, request.sampling, self._engine.tokenizer.eos_token_ids)
+        text = request.text.push(tokens) + (request.text.flush() if reason else "")
+        request.sink.put(TokenChunk(tuple(tokens), tuple(logprobs), text))
+        if reason:
+            request.sink.put(self._summary(request, reason))
+            self._end(request, None)
+
+    def _summary(self, request: Request, reason: str) -> GenerateSummary:
+        return GenerateSummary(
+            finish_reason=reason,
+            usage=Usage(len(request.prompt)),
+            new_tokens=len(request.new_tokens),
+            num_blocks=ceil_div(len(request.prompt), self._manager.layout.tokens_per_block),
+            timings=request.timings(),
+            wire=request.wire,
+            sender=request.decode.sender if request.decode else self._worker,
+            receiver=self._worker,
+            prompt_token_ids=request.prompt,
+        )
+
+    # ---- the end of requests
+
+    def _drop_ended(self) -> None:
+        now = self._clock()
+        for request in [*self._to_prefill, *self._to_receive, *self._receiving.values(), *self._running]:
+            if request.cancelled.is_set():
+                self._end(request, self._cancellation(request))
+            elif now >= request.deadline:
+                waited = now - request.arrived_at
+                self._end(request, DeadlineExceeded(f"not finished after {waited:.1f} s", peer=str(self._worker)))
+
+    def _cancellation(self, request: Request) -> KVError:
+        transfer_id = request.key.transfer_id if request.key else ""
+        return TransferCancelled("the caller went away", transfer_id=transfer_id, peer="", phase="decode")
+
+    def _end(self, request: Request, error: KVError | None) -> None:
+        """Forget a request, give its pages back and tell its sink. Pages under transfer stay held until quiet."""
+        for line in (self._to_prefill, self._to_receive, self._running):
+            if request in line:
+                line.remove(request)
+        if request.key in self._receiving:
+            del self._receiving[request.key]
+            self._required().cancel(request.key, str(error))
+        if request.sequence is not None:
+            request.sequence.close()
+        request.sink.finish(error)
+
+    def _fail_all(self, error: KVError) -> None:
+        for request in [*self._to_prefill, *self._to_receive, *self._receiving.values(), *self._running]:
+            request.sink.finish(error)
+        while not self._inbox.empty():
+            # A request that was queued while the loop ended arrives only to be refused.
+            self._inbox.get_nowait()()
+        for request in [*self._to_prefill, *self._to_receive]:
+            request.sink.finish(error)

@@ -1,0 +1,258 @@
+"""The frontend process: it embeds the directory, picks workers for each request and passes their tokens on."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvferry.cache.errors import CapacityError, ConfigError, KVError, Unavailable
+from kvferry.deploy.config import FrontendConfig
+from kvferry.deploy.process import EXIT_OK, write_endpoint
+from kvferry.transfer.control.client import InferenceClient
+from kvferry.transfer.control.directory import Directory
+from kvferry.transfer.control.server import ControlServer
+from kvferry.transfer.inference import (
+    DecodeCall,
+    DirectoryEntry,
+    GenerateCall,
+    GenerateEvent,
+    GenerateSummary,
+    PrefillReply,
+)
+from kvferry.transfer.types import Role, TransferKey, WorkerId
+
+log = logging.getLogger(__name__)
+
+CANCEL_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Route:
+    """The worker that prefills and the one that decodes; the same one when nothing has to move."""
+
+    prefill: DirectoryEntry
+    decode: DirectoryEntry
+
+    @property
+    def aggregated(self) -> bool:
+        return self.prefill.worker == self.decode.worker
+
+
+def routes(members: tuple[DirectoryEntry, ...]) -> Iterator[Route]:
+    """Every pair of members that may serve a request: alone with role both, or paired with each other."""
+    for prefill in members:
+        for decode in members:
+            alone = prefill.worker == decode.worker and prefill.role is Role.BOTH
+            paired = decode.worker in prefill.paired and prefill.worker in decode.paired
+            if alone or (prefill.role.prefills and decode.role.decodes and paired):
+                yield Route(prefill, decode)
+
+
+class Router:
+    """Spreads requests over routes: least loaded first, longest unused first among equals.
+
+    Concurrency: one asyncio loop.
+    """
+
+    def __init__(self) -> None:
+        self._load: Counter[WorkerId] = Counter()
+        self._last_used: dict[tuple[WorkerId, WorkerId], int] = {}
+        self._turn = 0
+
+    def pick(self, members: tuple[DirectoryEntry, ...]) -> Route:
+        """Raises Unavailable, naming the members there are, when no route exists."""
+        candidates = list(routes(members))
+        if not candidates:
+            names = ", ".join(f"{entry.worker.name} ({entry.role.value})" for entry in members) or "none"
+            raise Unavailable(
+                f"no prefill worker is paired with a decode worker; members: {names}. Start the missing role, or look "
+                "in the workers' logs for why they do not pair",
+                peer="directory",
+            )
+        route = min(candidates, key=self._rank)
+        self._turn += 1
+        self._last_used[route.prefill.worker, route.decode.worker] = self._turn
+        return route
+
+    def start(self, route: Route) -> None:
+        self._load.update({route.prefill.worker, route.decode.worker})
+
+    def end(self, route: Route) -> None:
+        self._load.subtract({route.prefill.worker, route.decode.worker})
+        self._load = +self._load
+
+    def is_loaded(self, worker: WorkerId) -> bool:
+        return self._load[worker] > 0
+
+    def forget(self, members: tuple[DirectoryEntry, ...]) -> None:
+        """Drop what is remembered of pairs that are gone."""
+        known = {entry.worker for entry in members}
+        self._last_used = {pair: turn for pair, turn in self._last_used.items() if known.issuperset(pair)}
+
+    def _rank(self, route: Route) -> tuple[int, int]:
+        pair = (route.prefill.worker, route.decode.worker)
+        return sum(self._load[worker] for worker in set(pair)), self._last_used.get(pair, 0)
+
+
+class Frontend:
+    """Answers clients.
+
+    Concurrency: one asyncio loop.
+    """
+
+    def __init__(self, config: FrontendConfig) -> None:
+        self._config = config
+        self._directory = Directory(
+            min_lease_seconds=config.min_lease_seconds, max_lease_seconds=config.max_lease_seconds
+        )
+        self._server = ControlServer(config.listen, directory=self._directory, inference=self)
+        self._router = Router()
+        self._clients: dict[WorkerId, InferenceClient] = {}
+        self._inflight = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> str:
+        """Serve. Returns HOST:PORT. Raises ConfigError."""
+        await self._server.start()
+        self._spawn(self._follow_members())
+        return self._server.address
+
+    async def stop(self) -> None:
+        await self._server.set_serving(False)
+        self._directory.close()
+        await self._server.stop()
+        for task in tuple(self._tasks):
+            task.cancel()
+        for client in self._clients.values():
+            await client.close()
+
+    # ---- InferenceHandler
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
+        call = self._checked(call)
+        route = self._router.pick(self._directory.snapshot.members)
+        log.info("request %s: prefill %s, decode %s", call.request_id, route.prefill.worker, route.decode.worker)
+        self._inflight += 1
+        self._router.start(route)
+        try:
+            run = self._aggregated if route.aggregated else self._disaggregated
+            async with aclosing(run(call, route)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._router.end(route)
+            self._inflight -= 1
+            self._spawn(self._close_unused(self._directory.snapshot.members))
+
+    async def prefill(self, call: GenerateCall) -> PrefillReply:
+        raise ConfigError("a frontend does not prefill: call Generate, or a prefill worker")
+
+    def decode(self, call: DecodeCall) -> AsyncGenerator[GenerateEvent, None]:
+        raise ConfigError("a frontend does not decode: call Generate, or a decode worker")
+
+    async def cancel(self, key: TransferKey, reason: str) -> None:
+        raise ConfigError("a frontend holds no transfers: end the Generate call instead")
+
+    # ---- private
+
+    def _checked(self, call: GenerateCall) -> GenerateCall:
+        if self._inflight >= self._config.max_inflight_requests:
+            raise CapacityError(
+                f"{self._inflight} requests are being answered, the limit is max_inflight_requests: retry later",
+                requested=(1,),
+                available=(0,),
+            )
+        if (call.prompt is None) == (call.prompt_token_ids is None):
+            raise ConfigError("give either a prompt or prompt_token_ids")
+        if not (call.prompt or call.prompt_token_ids):
+            raise ConfigError("the prompt is empty: give at least one token")
+        timeout = min(call.timeout_seconds, self._config.max_request_timeout_seconds)
+        return replace(call, request_id=call.request_id or uuid.uuid4().hex, timeout_seconds=timeout)
+
+    async def _aggregated(self, call: GenerateCall, route: Route) -> AsyncGenerator[GenerateEvent, None]:
+        async with aclosing(self._client(route.prefill).generate(call)) as events:
+            async for event in events:
+                yield event
+
+    async def _disaggregated(self, call: GenerateCall, route: Route) -> AsyncGenerator[GenerateEvent, None]:
+        deadline = time.monotonic() + call.timeout_seconds
+        prefill = self._client(route.prefill)
+        reply = await prefill.prefill(call)
+        done = False
+        try:
+            decode = self._decode_call(call, reply, deadline)
+            async with aclosing(self._client(route.decode).decode(decode)) as events:
+                async for event in events:
+                    done = isinstance(event, GenerateSummary)
+                    yield _with_prefill(event, reply) if isinstance(event, GenerateSummary) else event
+        finally:
+            if not done:
+                self._spawn(_cancel(prefill, reply.key))
+
+    def _decode_call(self, call: GenerateCall, reply: PrefillReply, deadline: float) -> DecodeCall:
+        return DecodeCall(
+            request_id=call.request_id,
+            key=reply.key,
+            sender=reply.sender,
+            prompt_token_ids=reply.prompt_token_ids,
+            sampling=call.sampling,
+            timeout_seconds=max(0.001, deadline - time.monotonic()),
+        )
+
+    def _client(self, entry: DirectoryEntry) -> InferenceClient:
+        if entry.worker not in self._clients:
+            self._clients[entry.worker] = InferenceClient(entry.endpoint)
+        return self._clients[entry.worker]
+
+    async def _follow_members(self) -> None:
+        """Keep health and clients in step with the membership."""
+        async for snapshot in self._directory.watch():
+            await self._server.set_serving(any(True for _ in routes(snapshot.members)))
+            self._router.forget(snapshot.members)
+            await self._close_unused(snapshot.members)
+
+    async def _close_unused(self, members: tuple[DirectoryEntry, ...]) -> None:
+        """Close clients of workers that are gone, once no request runs on them."""
+        gone = self._clients.keys() - {entry.worker for entry in members}
+        for worker in gone:
+            if not self._router.is_loaded(worker):
+                await self._clients.pop(worker).close()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _with_prefill(summary: GenerateSummary, reply: PrefillReply) -> GenerateSummary:
+    """Add what only the prefill worker knows to the decode worker's summary."""
+    timings = replace(
+        summary.timings,
+        queue_seconds=summary.timings.queue_seconds + reply.queue_seconds,
+        prefill_seconds=reply.prefill_seconds,
+    )
+    return replace(summary, timings=timings)
+
+
+async def _cancel(prefill: InferenceClient, key: TransferKey) -> None:
+    with suppress(KVError):
+        await prefill.cancel(key, "the request ended before its pages were taken", CANCEL_SECONDS)
+
+
+async def run_frontend(config: FrontendConfig, stop: asyncio.Event, endpoint_file: Path | None) -> int:
+    """Run a frontend until `stop` is set. Returns the exit code."""
+    frontend = Frontend(config)
+    endpoint = await frontend.start()
+    try:
+        if endpoint_file is not None:
+            write_endpoint(endpoint_file, endpoint)
+        log.info("frontend serves at %s", endpoint)
+        await stop.wait()
+    finally:
+        await frontend.stop()
+    return EXIT_OK

@@ -1,0 +1,65 @@
+"""Requests as the engine loop sees them, and where their events go."""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvferry.cache.errors import KVError
+from kvferry.cache.sequence import SequenceCache
+from kvferry.transfer.engines.text import IncrementalText
+from kvferry.transfer.inference import DecodeCall, GenerateEvent, PrefillReply, SamplingParams, Timings
+from kvferry.transfer.types import TransferKey, WireReport, WorkerId
+
+
+class RequestSink(Protocol):
+    """Where the engine loop puts what a request produced. Called from the engine's thread; never blocks."""
+
+    def put(self, event: GenerateEvent | PrefillReply) -> None: ...
+
+    def finish(self, error: KVError | None) -> None:
+        """The request is over; no call follows."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on one worker.
+
+    Attributes:
+        hand_over: prefill only and offer the pages; otherwise go on decoding here.
+        decode: the call that fetches pages from a prefill worker; None when this worker computes the prompt.
+        deadline: on the engine loop's clock, in seconds.
+        cancelled: set from any thread; the loop drops the request at its next turn.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    sink: RequestSink
+    arrived_at: float
+    deadline: float
+    hand_over: bool = False
+    decode: DecodeCall | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    sequence: SequenceCache | None = None
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+    first_step_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    wire: WireReport = field(default_factory=WireReport)
+    sender: WorkerId | None = None
+    new_tokens: list[int] = field(default_factory=list)
+    text: IncrementalText | None = None
+
+    @property
+    def key(self) -> TransferKey | None:
+        return self.decode.key if self.decode else None
+
+    def timings(self) -> Timings:
+        """Seconds of each part; a decode worker leaves prefill to the frontend, which knows it from the reply."""
+        computed_here = self.decode is None
+        return Timings(
+            queue_seconds=self.started_at - self.arrived_at,
+            prefill_seconds=self.first_token_at - self.started_at if computed_here else 0.0,
+            transfer_seconds=self.transfer_seconds,
+            first_decode_step_seconds=self.first_step_seconds,
+        )

@@ -1,0 +1,333 @@
+"""A worker process: an engine over pools, a transceiver, and the control plane around them."""
+
+import asyncio
+import logging
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvferry.cache import sizing
+from kvferry.cache.errors import ConfigError, InvariantError
+from kvferry.cache.layout import CacheLayout, build_layout
+from kvferry.cache.manager import KVCacheManager
+from kvferry.deploy.config import WorkerConfig
+from kvferry.deploy.engine_loop import EngineLoop, LoopSettings
+from kvferry.deploy.process import EXIT_FAILED, EXIT_OK, write_endpoint
+from kvferry.deploy.requests import Request
+from kvferry.deploy.streams import EventStream
+from kvferry.transfer.control.directory_client import DirectoryClient
+from kvferry.transfer.control.handlers import Snapshot
+from kvferry.transfer.control.network import PeerNetwork
+from kvferry.transfer.control.server import ControlServer
+from kvferry.transfer.engines.base import Engine
+from kvferry.transfer.engines.hf import HfEngine
+from kvferry.transfer.engines.models import load_model
+from kvferry.transfer.engines.synthetic import SyntheticEngine
+from kvferry.transfer.inference import (
+    DecodeCall,
+    DirectoryEntry,
+    GenerateCall,
+    GenerateEvent,
+    PeerStatus,
+    PoolGroupStatus,
+    PrefillReply,
+    WorkerStatus,
+)
+from kvferry.transfer.transceiver import Transceiver, TransceiverSettings
+from kvferry.transfer.transport import registry
+from kvferry.transfer.transport.lanes import prepare_environment
+from kvferry.transfer.types import RankInfo, Role, TransferKey, WorkerId
+
+log = logging.getLogger(__name__)
+
+JOIN_SECONDS = 20.0
+STOP_SECONDS = 10.0
+STATUS_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a worker is made of, in the order it is made."""
+
+    worker: WorkerId
+    engine: Engine
+    manager: KVCacheManager
+    loop: EngineLoop
+
+
+def build_parts(config: WorkerConfig, failed: asyncio.Event) -> Parts:
+    """Load the model and make its pools and its engine loop. Takes seconds; touches no network."""
+    asyncio_loop = asyncio.get_running_loop()
+    torch.set_num_threads(config.num_threads)
+    engine = _load_engine(config)
+    layout = build_layout(engine.spec, tokens_per_block=config.pools.tokens_per_block, order=config.pools.slot_order)
+    limit = min(config.max_seq_len_tokens or engine.max_seq_len_tokens, engine.max_seq_len_tokens)
+    manager = KVCacheManager(layout, pool_slots(config, layout, limit), config.device)
+    engine.bind(manager)
+    worker = WorkerId(config.name, secrets.randbits(63))
+    settings = LoopSettings(
+        prefill_chunk_tokens=config.prefill_chunk_tokens,
+        max_seq_len_tokens=limit,
+        max_waiting=config.max_waiting_requests,
+        max_running=config.max_running_requests,
+        max_held=config.transfer.max_held_transfers,
+        transfer_timeout_seconds=config.transfer.timeout_seconds,
+    )
+    loop = EngineLoop(
+        worker,
+        engine,
+        manager,
+        settings,
+        on_failure=lambda error: _set_soon(asyncio_loop, failed),
+    )
+    return Parts(worker, engine, manager, loop)
+
+
+def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(event.set)
+
+
+def _load_engine(config: WorkerConfig) -> Engine:
+    model = load_model(config.model, device=config.device)
+    return HfEngine(model) if config.engine == "hf" else SyntheticEngine(model.spec)
+
+
+def pool_slots(config: WorkerConfig, layout: CacheLayout, max_seq_len_tokens: int) -> tuple[int, ...]:
+    """Slots per pool group that the quota pays for, shared so that longest requests fill all groups together."""
+    steps = sizing.decode_steps(max_seq_len_tokens, 1)
+    if config.role.prefills:
+        steps = sizing.prefill_steps(max_seq_len_tokens, config.prefill_chunk_tokens)
+    return sizing.divide_quota(layout, config.pools.quota_bytes, sizing.step_weights(layout, steps))
+
+
+class Worker:
+    """Answers the control plane for one set of parts.
+
+    Concurrency: one asyncio loop.
+    """
+
+    def __init__(self, config: WorkerConfig, parts: Parts, ucx_log: Path) -> None:
+        self._config = config
+        self._parts = parts
+        self._worker = parts.worker
+        agent_name = f"{self._worker.name}-{self._worker.incarnation:016x}"
+        options = {"log_path": ucx_log} if config.transfer.transport == "nixl" else {}
+        self._transceiver = Transceiver(
+            self._worker,
+            config.role,
+            parts.manager,
+            registry.create(config.transfer.transport, agent_name, **options),
+            model_digest=parts.engine.model_digest,
+            send=lambda worker, message: self._network.send(worker, message),
+            wake=parts.loop.wake,
+            settings=TransceiverSettings(config.transfer.slice_bytes, 2 * config.transfer.max_held_transfers),
+        )
+        self._network = PeerNetwork(
+            local=lambda: self._transceiver.info,
+            pair=self._pair,
+            sink=self._transceiver,
+            status=self.status,
+            on_paired=self._on_paired,
+        )
+        parts.loop.start(self._transceiver)
+        self._server = ControlServer(config.listen, peer=self._network, transfer=self._network, inference=self)
+        self._directory: DirectoryClient | None = None
+        self._updates: set[asyncio.Task[None]] = set()
+
+    # ---- life
+
+    async def start(self) -> str:
+        """Serve and join the directory. Returns HOST:PORT. Raises ConfigError, Unavailable or DeadlineExceeded."""
+        await self._server.start()
+        entry = DirectoryEntry(self._worker, self._config.role, self._server.address, self._config.model)
+        self._directory = DirectoryClient(
+            self._config.directory, on_snapshot=self._on_snapshot, entry=entry, lease_seconds=self._config.lease_seconds
+        )
+        self._directory.start()
+        await self._directory.wait_joined(JOIN_SECONDS)
+        await self._server.set_serving(self._config.role is Role.BOTH)
+        return self._server.address
+
+    async def stop(self) -> bool:
+        """Leave, stop computing, stop moving. Returns False when some thread did not end in time."""
+        await self._server.set_serving(False)
+        if self._directory is not None:
+            await self._directory.leave()
+        loop_ended = await asyncio.to_thread(self._parts.loop.stop, STOP_SECONDS)
+        await self._network.close()
+        await self._server.stop()
+        return await asyncio.to_thread(self._transceiver.close, STOP_SECONDS) and loop_ended
+
+    # ---- InferenceHandler
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
+        """Prefill and decode here, without moving anything. Only a worker with role both offers it."""
+        if self._config.role is not Role.BOTH:
+            raise ConfigError(f"{self._worker.name} has role {self._config.role.value}: only role both generates alone")
+        async with aclosing(self._run(self._request(call, hand_over=False))) as events:
+            async for event in events:
+                assert not isinstance(event, PrefillReply)
+                yield event
+
+    async def prefill(self, call: GenerateCall) -> PrefillReply:
+        if not self._config.role.prefills:
+            raise ConfigError(f"{self._worker.name} has role {self._config.role.value}: it does not prefill")
+        async with aclosing(self._run(self._request(call, hand_over=True))) as events:
+            async for event in events:
+                if isinstance(event, PrefillReply):
+                    return event
+        raise InvariantError(f"prefill of {call.request_id} ended without a reply")
+
+    async def decode(self, call: DecodeCall) -> AsyncGenerator[GenerateEvent, None]:
+        if not self._config.role.decodes:
+            raise ConfigError(f"{self._worker.name} has role {self._config.role.value}: it does not decode")
+        now = time.monotonic()
+        request = Request(
+            request_id=call.request_id,
+            prompt=call.prompt_token_ids,
+            sampling=call.sampling,
+            sink=EventStream(),
+            arrived_at=now,
+            deadline=now + call.timeout_seconds,
+            decode=call,
+        )
+        async with aclosing(self._run(request)) as events:
+            async for event in events:
+                assert not isinstance(event, PrefillReply)
+                yield event
+
+    async def cancel(self, key: TransferKey, reason: str) -> None:
+        self._parts.loop.cancel(key, reason)
+
+    async def status(self) -> WorkerStatus:
+        """The books of this worker between two turns of its loop."""
+        async with asyncio.timeout(STATUS_SECONDS):
+            lanes = await asyncio.wrap_future(self._transceiver.lanes())
+            return await asyncio.wrap_future(self._parts.loop.call(lambda: self._status(lanes)))
+
+    # ---- private
+
+    def _request(self, call: GenerateCall, *, hand_over: bool) -> Request:
+        now = time.monotonic()
+        return Request(
+            request_id=call.request_id,
+            prompt=self._tokens(call),
+            sampling=call.sampling,
+            sink=EventStream(),
+            arrived_at=now,
+            deadline=now + call.timeout_seconds,
+            hand_over=hand_over,
+        )
+
+    def _tokens(self, call: GenerateCall) -> tuple[int, ...]:
+        if call.prompt_token_ids is not None:
+            return call.prompt_token_ids
+        if not call.prompt:
+            raise ConfigError("the prompt is empty: give at least one token")
+        return tuple(self._parts.engine.tokenizer.encode(call.prompt, chat=call.chat))
+
+    async def _run(self, request: Request) -> AsyncGenerator[GenerateEvent | PrefillReply, None]:
+        """Submit a request and pass on its events; when the reader goes away, the request is dropped."""
+        assert isinstance(request.sink, EventStream)
+        self._parts.loop.submit(request)
+        try:
+            async for event in request.sink.events():
+                yield event
+        finally:
+            request.cancelled.set()
+            self._parts.loop.wake()
+
+    def _status(self, lanes: dict[WorkerId, tuple[Role, str]]) -> WorkerStatus:
+        manager, quarantined = self._parts.manager, self._transceiver.quarantined_slots()
+        groups = tuple(
+            PoolGroupStatus(
+                life_cycles=tuple(str(manager.layout.life_cycles[index].life_cycle) for index in group.life_cycles),
+                slot_bytes=group.slot_bytes,
+                num_slots=usage.num_slots,
+                free=usage.free,
+                in_use=usage.in_use - doubtful,
+                quarantined=doubtful,
+                reserved=usage.reserved,
+            )
+            for group, usage, doubtful in zip(manager.layout.pool_groups, manager.usage(), quarantined, strict=True)
+        )
+        return WorkerStatus(
+            worker=self._worker,
+            role=self._config.role,
+            model=self._config.model,
+            manager=manager.version,
+            transport=self._config.transfer.transport.upper(),
+            runtime="PYTHON",
+            pool_groups=groups,
+            waiting=self._parts.loop.num_waiting,
+            running=self._parts.loop.num_running,
+            holding=self._transceiver.num_sending,
+            receiving=self._transceiver.num_receiving,
+            peers=tuple(PeerStatus(worker, role, lane) for worker, (role, lane) in lanes.items()),
+            integrity=_integrity(manager),
+            process_id=os.getpid(),
+        )
+
+    async def _pair(self, info: RankInfo) -> None:
+        await asyncio.wrap_future(self._transceiver.pair(info))
+
+    def _on_snapshot(self, snapshot: Snapshot) -> None:
+        if self._config.role.decodes:
+            self._spawn(self._network.update(snapshot.members, lambda entry: entry.role.prefills))
+
+    def _on_paired(self, workers: frozenset[WorkerId]) -> None:
+        if self._directory is not None:
+            self._directory.set_paired(workers)
+        self._spawn(self._server.set_serving(bool(workers) or self._config.role is Role.BOTH))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._updates.add(task)
+        task.add_done_callback(self._updates.discard)
+
+
+def _integrity(manager: KVCacheManager) -> str:
+    try:
+        manager.check_integrity()
+    except InvariantError as error:
+        return error.story
+    return "ok"
+
+
+async def run_worker(config: WorkerConfig, stop: asyncio.Event, endpoint_file: Path | None) -> int:
+    """Run a worker until `stop` is set or it breaks. Returns the exit code.
+
+    Args:
+        endpoint_file: HOST:PORT is written there once the worker serves.
+    """
+    failed = asyncio.Event()
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
+        ucx_log = Path(folder, "ucx.log")
+        prepare_environment(os.environ, ucx_log)
+        parts = build_parts(config, failed)
+        worker = Worker(config, parts, ucx_log)
+        try:
+            endpoint = await worker.start()
+            if endpoint_file is not None:
+                write_endpoint(endpoint_file, endpoint)
+            log.info("%s serves at %s", parts.worker, endpoint)
+            await _first_of(stop, failed)
+        finally:
+            ended = await worker.stop()
+    return EXIT_OK if ended and not failed.is_set() else EXIT_FAILED
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

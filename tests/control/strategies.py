@@ -1,0 +1,123 @@
+"""Hypothesis strategies for records that obey every rule."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from kvferry.cache.page_table import BlockLists
+from kvferry.transfer.control.handlers import Snapshot
+from kvferry.transfer.inference import (
+    DecodeCall,
+    DirectoryEntry,
+    GenerateCall,
+    GenerateSummary,
+    PeerStatus,
+    PoolGroupStatus,
+    PrefillReply,
+    SamplingParams,
+    Timings,
+    TokenChunk,
+    WorkerStatus,
+)
+from kvferry.transfer.types import (
+    AuxRecord,
+    Cancel,
+    Failure,
+    Grant,
+    Phase,
+    ResultStatus,
+    Role,
+    TransferKey,
+    TransferResult,
+    Usage,
+    WireReport,
+    WorkerId,
+)
+
+names = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), min_size=1, max_size=30)
+texts = st.text(max_size=30)
+tokens = st.integers(0, 2**31 - 1)
+token_lists = st.lists(tokens, max_size=20).map(tuple)
+prompts = st.lists(tokens, min_size=1, max_size=20).map(tuple)
+counts = st.integers(0, 2**63 - 1)
+counts_32 = st.integers(0, 2**32 - 1)
+seconds = st.floats(0, 1000)
+timeouts = st.floats(0.001, 1000)
+logprobs = st.floats(max_value=0, allow_nan=False)
+
+workers = st.builds(WorkerId, names, st.integers(1, 2**63 - 1))
+keys = st.builds(TransferKey, st.binary(min_size=16, max_size=16).map(bytes.hex), st.integers(0, 2**31 - 1))
+usages = st.integers(1, 2**21).flatmap(lambda n: st.builds(Usage, st.just(n), st.integers(0, n)))
+wires = st.builds(WireReport, counts_32, counts, counts, counts, seconds, names)
+roles = st.sampled_from(Role)
+
+
+def _blocks(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    slots = np.array([slot for slot, _ in pairs], np.int32)
+    return slots, np.array([epoch if slot >= 0 else 0 for slot, epoch in pairs], np.uint32)
+
+
+pairs = st.lists(st.tuples(st.integers(-1, 2**31 - 1), counts_32), max_size=20).map(_blocks)
+pages = st.lists(pairs, min_size=1, max_size=4).map(lambda groups: BlockLists(*map(tuple, zip(*groups, strict=True))))
+grants = st.builds(Grant, keys, workers, workers, st.integers(1, 2**21), pages, timeouts)
+epochs = st.lists(st.binary(max_size=20).map(lambda raw: raw[: len(raw) // 4 * 4]), max_size=4).map(tuple)
+failures = st.builds(Failure, names, st.sampled_from(Phase), texts)
+
+
+@st.composite
+def aux_records(draw: st.DrawFn) -> AuxRecord:
+    first = draw(prompts)
+    probabilities = draw(st.lists(logprobs, min_size=len(first), max_size=len(first)))
+    return AuxRecord(first, tuple(probabilities), draw(usages), draw(token_lists))
+
+
+@st.composite
+def results(draw: st.DrawFn) -> TransferResult:
+    status = draw(st.sampled_from(ResultStatus))
+    aux = draw(aux_records()) if status is ResultStatus.OK else None
+    optional = st.none() if status is ResultStatus.OK else st.none() | failures
+    failure = draw(failures if status is ResultStatus.FAILED else optional)
+    ends = draw(st.tuples(keys, workers, workers))
+    return TransferResult(*ends, status, draw(epochs), draw(st.booleans()), draw(wires), aux, failure)
+
+
+cancels = st.builds(Cancel, keys, workers, texts)
+entries = st.builds(DirectoryEntry, workers, roles, names, texts, st.lists(workers, max_size=3).map(tuple))
+snapshots = st.builds(Snapshot, counts, st.lists(entries, max_size=4).map(tuple))
+samplings = st.builds(
+    SamplingParams, st.integers(1, 2**21), st.floats(0, 1000), st.integers(-(2**63), 2**63 - 1), st.booleans()
+)
+calls = st.builds(GenerateCall, texts, texts, st.none(), st.booleans(), samplings, timeouts) | st.builds(
+    GenerateCall, texts, st.none(), token_lists, st.booleans(), samplings, timeouts
+)
+prefill_replies = st.builds(PrefillReply, keys, workers, prompts, seconds, seconds)
+decode_calls = st.builds(DecodeCall, texts, keys, workers, prompts, samplings, timeouts)
+chunks = st.lists(st.tuples(tokens, logprobs), max_size=10).flatmap(
+    lambda drawn: st.builds(TokenChunk, st.just(tuple(t for t, _ in drawn)), st.just(tuple(p for _, p in drawn)), texts)
+)
+summaries = st.builds(
+    GenerateSummary,
+    names,
+    usages,
+    st.integers(0, 2**21),
+    st.integers(0, 2**21),
+    st.builds(Timings, seconds, seconds, seconds, seconds),
+    wires,
+    workers,
+    workers,
+    token_lists,
+)
+pool_groups = st.builds(PoolGroupStatus, st.lists(names, max_size=3).map(tuple), *[counts] * 6)
+statuses = st.builds(
+    WorkerStatus,
+    workers,
+    roles,
+    texts,
+    names,
+    names,
+    names,
+    st.lists(pool_groups, max_size=3).map(tuple),
+    *[counts_32] * 4,
+    st.lists(st.builds(PeerStatus, workers, roles, names), max_size=3).map(tuple),
+    names,
+    st.integers(1, 2**32 - 1),
+)

@@ -1,0 +1,161 @@
+"""Two transceivers in this process, joined by a control plane that a test can bend."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvferry.cache.manager import KVCacheManager
+from kvferry.cache.sequence import SequenceCache
+from kvferry.transfer.outcomes import TransferOutcome
+from kvferry.transfer.transceiver import Transceiver, TransceiverSettings
+from kvferry.transfer.transport.base import Transport
+from kvferry.transfer.transport.loopback import LoopbackTransport
+from kvferry.transfer.types import AuxRecord, Cancel, Grant, Role, TransferKey, TransferResult, Usage, WorkerId
+from tests.helpers import wait_until
+from tests.transfer.tables import manager
+
+Message = Grant | TransferResult | Cancel
+Bend = Callable[[Message], Message | None]
+"""What the control plane makes of a message; None loses it after it was accepted."""
+
+AUX = AuxRecord((42,), (-0.5,), Usage(30))
+PROMPT_TOKENS = 30
+WAIT_SECONDS = 10.0
+
+_numbers = itertools.count()
+
+
+class FakeClock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class End:
+    """One worker of the pair."""
+
+    worker: WorkerId
+    manager: KVCacheManager
+    outcomes: list[TransferOutcome] = field(default_factory=list)
+    sent: list[Message] = field(default_factory=list)
+    bend: Bend = lambda message: message
+    connected: bool = True
+    transceiver: Transceiver = None  # type: ignore[assignment]
+
+    def poll(self) -> list[TransferOutcome]:
+        self.outcomes += self.transceiver.poll()
+        return self.outcomes
+
+    def free(self) -> list[int]:
+        self.poll()
+        self.manager.check_integrity()
+        return [usage.free for usage in self.manager.usage()]
+
+    def is_empty(self) -> bool:
+        return self.free() == [usage.num_slots for usage in self.manager.usage()]
+
+    def fill(self, tokens: int, value: int = 0) -> SequenceCache:
+        """A computed prompt: its pages hold bytes that depend on slot and value."""
+        sequence = self.sequence()
+        sequence.resize(capacity=tokens)
+        for pool in self.manager.storage.pools:
+            pool.copy_((torch.arange(pool.numel()) * 31 + value * 7 + 1).to(torch.uint8))
+        sequence.resize(history=tokens)
+        return sequence
+
+    def room(self, tokens: int) -> SequenceCache:
+        """Pages for a prompt that is to be received."""
+        sequence = self.sequence()
+        sequence.resize(capacity=tokens, history=tokens)
+        return sequence
+
+    def sequence(self) -> SequenceCache:
+        return self.manager.create_sequence("r", tuple(24 for _ in self.manager.layout.pool_groups))
+
+    def page_bytes(self, sequence: SequenceCache) -> list[bytes]:
+        """Content of every page, life cycle by life cycle, in block order."""
+        content = []
+        for group in self.manager.layout.life_cycles:
+            pool = self.manager.storage.pools[group.pool_group].view(-1, group.slot_bytes)
+            content += [pool[slot].numpy().tobytes() for slot in sequence.slots(group.id).tolist() if slot >= 0]
+        return content
+
+
+@dataclass
+class Pair:
+    """`sender` prefills, `receiver` decodes."""
+
+    sender: End
+    receiver: End
+    clock: FakeClock
+
+    def key(self) -> TransferKey:
+        return TransferKey(f"{next(_numbers):032x}", 1)
+
+    def offer(
+        self, key: TransferKey, sequence: SequenceCache, tokens: int = PROMPT_TOKENS, timeout: float = 60.0
+    ) -> None:
+        self.sender.transceiver.offer(key, sequence.pages(tokens), tokens, AUX, timeout)
+
+    def request(
+        self, key: TransferKey, sequence: SequenceCache, tokens: int = PROMPT_TOKENS, timeout: float = 60.0
+    ) -> None:
+        pages = sequence.pages(tokens)
+        self.receiver.transceiver.request(key, self.sender.worker, pages, tokens, timeout)
+
+    def wait_outcome(self, end: End, count: int = 1) -> TransferOutcome:
+        wait_until(lambda: len(end.poll()) >= count, WAIT_SECONDS, f"{end.worker} hears {count} outcomes")
+        return end.outcomes[count - 1]
+
+
+def deliver(source: End, target: End, message: Message) -> bool:
+    """Hand a message over as the network would."""
+    if not source.connected:
+        return False
+    source.sent.append(message)
+    bent = source.bend(message)
+    if isinstance(bent, Grant):
+        target.transceiver.on_grant(source.worker, bent)
+    elif isinstance(bent, TransferResult):
+        target.transceiver.on_result(source.worker, bent)
+    elif bent is not None:
+        target.transceiver.on_cancel(source.worker, bent)
+    return True
+
+
+@contextlib.contextmanager
+def pair(
+    transports: Callable[[str], Transport] = LoopbackTransport, num_slots: int = 64, **settings: Any
+) -> Iterator[Pair]:
+    """Two paired transceivers over real transports; at the end both are closed and their books add up."""
+    clock = FakeClock()
+    ends = [End(WorkerId(name, 100 + index), manager(num_slots)) for index, name in enumerate(("p", "d"))]
+    for end, other, role in zip(ends, reversed(ends), (Role.PREFILL, Role.DECODE), strict=True):
+        end.transceiver = Transceiver(
+            end.worker,
+            role,
+            end.manager,
+            transports(f"{end.worker.name}-{next(_numbers)}"),
+            model_digest="d",
+            send=lambda _, message, end=end, other=other: deliver(end, other, message),
+            settings=TransceiverSettings(**settings),
+            clock=clock,
+        )
+    for end, other in zip(ends, reversed(ends), strict=True):
+        end.transceiver.pair(other.transceiver.info).result(WAIT_SECONDS)
+    try:
+        yield Pair(*ends, clock)
+        for end in ends:
+            end.free()
+    finally:
+        closed = [end.transceiver.close(WAIT_SECONDS) for end in ends]
+    assert all(closed)

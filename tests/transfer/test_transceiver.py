@@ -1,0 +1,402 @@
+"""The whole transfer side in one process: real transports, real threads, a control plane that can be bent."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvferry.cache.errors import (
+    CapacityError,
+    IncompatiblePeer,
+    PeerLost,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+    TransportError,
+)
+from kvferry.transfer.receiving import SETTLE_SECONDS
+from kvferry.transfer.session import Side
+from kvferry.transfer.transport.base import Post, PostState
+from kvferry.transfer.transport.loopback import LoopbackTransport
+from kvferry.transfer.types import Cancel, Grant, TransferResult
+from tests.helpers import wait_until
+from tests.transfer.pairs import AUX, PROMPT_TOKENS, WAIT_SECONDS, Message, Pair, pair
+
+
+def lose(kind: type) -> "object":
+    return lambda message: None if isinstance(message, kind) else message
+
+
+def total_quarantined(running: Pair) -> int:
+    running.receiver.poll()
+    return sum(running.receiver.transceiver.quarantined_slots())
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8, 9, 15, 16, 30, 64])
+def test_pages_arrive_byte_for_byte_and_everything_is_free_afterwards(tokens: int) -> None:
+    with pair() as running:
+        source, target, key = running.sender.fill(tokens), running.receiver.room(tokens), running.key()
+        running.offer(key, source, tokens)
+        running.request(key, target, tokens)
+        outcome = running.wait_outcome(running.receiver)
+        assert (outcome.key, outcome.side, outcome.error, outcome.aux) == (key, Side.RECEIVER, None, AUX)
+        assert running.receiver.page_bytes(target) == running.sender.page_bytes(source)
+        assert outcome.wire.num_pages == len(running.sender.page_bytes(source))
+        assert outcome.wire.num_bytes == sum(map(len, running.sender.page_bytes(source)))
+        assert running.wait_outcome(running.sender).error is None
+        source.close()
+        target.close()
+        assert running.sender.is_empty()
+        assert running.receiver.is_empty()
+
+
+def test_source_sequence_may_close_while_its_pages_are_offered() -> None:
+    with pair() as running:
+        source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
+        expected = running.sender.page_bytes(source)
+        running.offer(key, source)
+        source.close()
+        assert not running.sender.is_empty()
+        running.request(key, target)
+        assert running.wait_outcome(running.receiver).error is None
+        assert running.receiver.page_bytes(target) == expected
+        running.wait_outcome(running.sender)
+        assert running.sender.is_empty()
+
+
+def test_large_transfer_is_cut_into_slices_and_completes_after_the_last() -> None:
+    with pair(slice_bytes=2 * 1024) as running:
+        source, target, key = running.sender.fill(64), running.receiver.room(64), running.key()
+        running.offer(key, source, 64)
+        running.request(key, target, 64)
+        outcome = running.wait_outcome(running.receiver)
+        assert outcome.wire.num_slices > 3
+        assert running.receiver.page_bytes(target) == running.sender.page_bytes(source)
+
+
+def test_many_transfers_at_once_do_not_mix() -> None:
+    with pair(num_slots=256, slice_bytes=1024) as running:
+        jobs = []
+        source = running.sender.fill(PROMPT_TOKENS)
+        expected = running.sender.page_bytes(source)
+        for _ in range(8):
+            key, target = running.key(), running.receiver.room(PROMPT_TOKENS)
+            running.offer(key, source)
+            jobs.append((key, target))
+        for key, target in reversed(jobs):
+            running.request(key, target)
+        running.wait_outcome(running.receiver, len(jobs))
+        assert {outcome.key for outcome in running.receiver.outcomes} == {key for key, _ in jobs}
+        for _, target in jobs:
+            assert running.receiver.page_bytes(target) == expected
+
+
+def test_grant_for_an_unknown_transfer_fails_and_frees_the_pages() -> None:
+    with pair() as running:
+        target = running.receiver.room(PROMPT_TOKENS)
+        running.request(running.key(), target)
+        error = running.wait_outcome(running.receiver).error
+        assert isinstance(error, TransferError)
+        assert "expired, cancelled or never offered" in str(error)
+        target.close()
+        assert running.receiver.is_empty()
+
+
+def test_offer_without_a_grant_is_released_after_its_timeout() -> None:
+    with pair() as running:
+        source = running.sender.fill(PROMPT_TOKENS)
+        running.offer(running.key(), source, timeout=5.0)
+        source.close()
+        running.clock.now += 4.0
+        assert not running.sender.is_empty()
+        running.clock.now += 2.0
+        assert isinstance(running.wait_outcome(running.sender).error, TransferTimeout)
+        assert running.sender.is_empty()
+
+
+def test_offer_cancelled_before_the_grant_is_released_at_once() -> None:
+    with pair() as running:
+        source, key = running.sender.fill(PROMPT_TOKENS), running.key()
+        running.offer(key, source)
+        source.close()
+        running.sender.transceiver.cancel(key, "nobody wants it")
+        running.sender.transceiver.cancel(key, "twice")
+        error = running.wait_outcome(running.sender).error
+        assert isinstance(error, TransferCancelled)
+        assert "nobody wants it" in str(error)
+        assert running.sender.is_empty()
+
+
+def test_lost_result_times_out_but_landed_notices_prove_the_pages_quiet() -> None:
+    with pair() as running:
+        running.sender.bend = lose(TransferResult)
+        source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
+        running.offer(key, source)
+        running.request(key, target, timeout=5.0)
+        running.wait_outcome(running.sender)
+        running.clock.now += 6.0
+        assert isinstance(running.wait_outcome(running.receiver).error, TransferTimeout)
+        target.close()
+        assert running.receiver.is_empty()
+
+
+def test_lost_grant_leaves_the_pages_in_doubt_and_out_of_circulation() -> None:
+    with pair() as running:
+        running.receiver.bend = lambda message: None
+        target, key = running.receiver.room(PROMPT_TOKENS), running.key()
+        pages = len(running.receiver.page_bytes(target))
+        running.request(key, target, timeout=5.0)
+        running.clock.now += 6.0
+        assert isinstance(running.wait_outcome(running.receiver).error, TransferTimeout)
+        target.close()
+        assert total_quarantined(running) == 0
+        assert not running.receiver.is_empty()
+        running.clock.now += SETTLE_SECONDS + 1.0
+        wait_until(lambda: total_quarantined(running) == pages, WAIT_SECONDS, "pages are in quarantine")
+        running.clock.now += 1e6
+        running.receiver.transceiver.cancel(key, "again")
+        assert total_quarantined(running) == pages
+
+
+def test_no_channel_fails_at_once_and_frees_the_pages() -> None:
+    with pair() as running:
+        running.receiver.connected = False
+        target = running.receiver.room(PROMPT_TOKENS)
+        running.request(running.key(), target)
+        assert isinstance(running.wait_outcome(running.receiver).error, PeerLost)
+        target.close()
+        assert running.receiver.is_empty()
+
+
+def test_receiver_cancel_reaches_the_sender_and_frees_both_sides() -> None:
+    with pair() as running:
+        running.receiver.bend = lose(Grant)
+        source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
+        running.offer(key, source)
+        source.close()
+        running.request(key, target)
+        running.receiver.transceiver.cancel(key, "client went away")
+        error = running.wait_outcome(running.sender).error
+        assert isinstance(error, TransferCancelled)
+        assert "client went away" in str(error)
+        assert isinstance(running.wait_outcome(running.receiver).error, TransferCancelled)
+        assert running.sender.is_empty()
+
+
+def test_channel_lost_after_the_grant_puts_pages_in_doubt_until_the_data_is_seen_to_land() -> None:
+    with pair() as running:
+        held: list[Message] = []
+        running.receiver.bend = lambda message: held.append(message)
+        source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
+        pages = len(running.receiver.page_bytes(target))
+        running.offer(key, source)
+        running.request(key, target)
+        wait_until(lambda: held, WAIT_SECONDS, "the grant is under way")
+        running.receiver.transceiver.on_channel_lost(running.sender.worker, "stream broke")
+        assert isinstance(running.wait_outcome(running.receiver).error, PeerLost)
+        target.close()
+        wait_until(lambda: total_quarantined(running) == pages, WAIT_SECONDS, "pages are in quarantine")
+        # The grant had been delivered after all: the late writer writes, and its notices are the proof.
+        grant = held[0]
+        assert isinstance(grant, Grant)
+        running.sender.transceiver.on_grant(running.receiver.worker, grant)
+        wait_until(running.receiver.is_empty, WAIT_SECONDS, "proof came, pages are back")
+        assert total_quarantined(running) == 0
+
+
+def test_channel_lost_before_any_write_fails_the_sender_and_frees_its_pages() -> None:
+    class Unready(LoopbackTransport):
+        def post(self, *args: object, **kwargs: object) -> Post:
+            raise TransportError("loopback", "BUSY", "refused by the test")
+
+    with pair(Unready) as running:
+        source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
+        running.offer(key, source)
+        source.close()
+        running.request(key, target)
+        assert "refused by the test" in str(running.wait_outcome(running.receiver).error)
+        target.close()
+        wait_until(running.receiver.is_empty, WAIT_SECONDS, "the sender's word that nothing was posted is proof")
+        wait_until(running.sender.is_empty, WAIT_SECONDS, "nothing was handed to the transport")
+
+
+class Stuck(LoopbackTransport):
+    """Posts fail, and the handle is given up only when the test says so."""
+
+    gives_up = False
+
+    def poll(self, post: Post) -> PostState:
+        super().poll(post)
+        return PostState.FAILED
+
+    def release(self, post: Post) -> bool:
+        return type(self).gives_up and super().release(post)
+
+
+def test_write_that_cannot_be_taken_back_keeps_source_pages_until_it_is() -> None:
+    Stuck.gives_up = False
+    with pair(Stuck) as running:
+        source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
+        pages = len(running.sender.page_bytes(source))
+        running.offer(key, source)
+        source.close()
+        running.request(key, target)
+        assert running.wait_outcome(running.sender).error is not None
+        assert isinstance(running.wait_outcome(running.receiver).error, TransferError)
+
+        def quarantined() -> int:
+            running.sender.poll()
+            return sum(running.sender.transceiver.quarantined_slots())
+
+        wait_until(lambda: quarantined() == pages, WAIT_SECONDS, "source pages are in quarantine")
+        Stuck.gives_up = True
+        running.clock.now += 1.0
+        wait_until(running.sender.is_empty, WAIT_SECONDS, "the transport let go, pages are back")
+
+
+def test_result_with_other_epochs_is_refused() -> None:
+    def age(message: Message) -> Message:
+        if isinstance(message, TransferResult):
+            older = tuple(np.zeros_like(np.frombuffer(e, np.uint32)).tobytes() for e in message.epochs)
+            return dataclasses.replace(message, epochs=older)
+        return message
+
+    check_refused_result(age, "another life of the pages")
+
+
+def test_result_from_another_life_of_the_sender_is_refused() -> None:
+    def reincarnate(message: Message) -> Message:
+        if isinstance(message, TransferResult):
+            return dataclasses.replace(message, sender=dataclasses.replace(message.sender, incarnation=1))
+        return message
+
+    check_refused_result(reincarnate, "p#1")
+
+
+def test_result_without_a_first_token_is_refused() -> None:
+    def strip(message: Message) -> Message:
+        return dataclasses.replace(message, aux=None) if isinstance(message, TransferResult) else message
+
+    check_refused_result(strip, "no first token")
+
+
+def check_refused_result(bend: "object", story: str) -> None:
+    with pair() as running:
+        running.sender.bend = bend  # type: ignore[assignment]
+        source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
+        running.offer(key, source)
+        running.request(key, target)
+        error = running.wait_outcome(running.receiver).error
+        assert isinstance(error, TransferError)
+        assert story in str(error)
+        assert running.receiver.outcomes[0].aux is None
+
+
+@pytest.mark.parametrize(
+    "change, story",
+    [
+        (lambda grant, worker: dataclasses.replace(grant, prompt_tokens=29), "29 prompt tokens, 30 were computed"),
+        (
+            lambda grant, worker: dataclasses.replace(grant, sender=dataclasses.replace(worker, incarnation=5)),
+            "grant names sender p#5",
+        ),
+        (
+            lambda grant, worker: dataclasses.replace(
+                grant, pages=grant.pages._replace(slots=tuple(slots + 64 for slots in grant.pages.slots))
+            ),
+            "of 64",
+        ),
+    ],
+    ids=["prompt length", "sender incarnation", "slot out of range"],
+)
+def test_grant_that_does_not_fit_is_refused_before_any_write(change: "object", story: str) -> None:
+    with pair() as running:
+        worker = running.sender.worker
+        running.receiver.bend = lambda m: change(m, worker) if isinstance(m, Grant) else m  # type: ignore[operator]
+        source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
+        running.offer(key, source)
+        running.request(key, target)
+        assert story in str(running.wait_outcome(running.receiver).error)
+        assert all(content == bytes(len(content)) for content in running.receiver.page_bytes(target))
+        target.close()
+        wait_until(running.receiver.is_empty, WAIT_SECONDS, "a refused grant is proof of quiet")
+
+
+def test_receiver_that_wants_a_page_the_sender_has_not_is_refused() -> None:
+    with pair() as running:
+        source, key = running.sender.fill(PROMPT_TOKENS), running.key()
+        # History below the prompt: the window reaches further back than the sender's pages do.
+        target = running.receiver.sequence()
+        target.resize(capacity=PROMPT_TOKENS, history=0)
+        running.offer(key, source)
+        running.request(key, target)
+        assert "no page for blocks" in str(running.wait_outcome(running.receiver).error)
+
+
+def test_foreign_and_late_notifications_change_nothing() -> None:
+    with pair() as running:
+        source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
+        running.offer(key, source)
+        running.request(key, target)
+        running.wait_outcome(running.receiver)
+        running.wait_outcome(running.sender)
+        replayed = next(message for message in running.receiver.sent if isinstance(message, Grant))
+        running.sender.transceiver.on_grant(running.receiver.worker, replayed)
+        failed = [m for m in running.sender.sent if isinstance(m, TransferResult)]
+        wait_until(
+            lambda: len([m for m in running.sender.sent if isinstance(m, TransferResult)]) == 2, 5.0, "an answer"
+        )
+        assert failed[0].aux == AUX
+        assert running.receiver.poll() == running.receiver.outcomes
+        assert len(running.receiver.outcomes) == 1
+
+
+def test_too_many_open_transfers_are_refused_and_hold_nothing() -> None:
+    with pair(max_transfers=1) as running:
+        source = running.sender.fill(PROMPT_TOKENS)
+        running.offer(running.key(), source)
+        with pytest.raises(CapacityError, match="max_transfers"):
+            running.offer(running.key(), source)
+        assert running.sender.transceiver.num_sending == 1
+
+
+def test_broken_transport_fails_every_open_transfer_and_refuses_new_ones() -> None:
+    class Broken(LoopbackTransport):
+        breaks = False
+
+        def notifications(self) -> list:  # type: ignore[type-arg]
+            if type(self).breaks:
+                raise TransportError("loopback", "BROKEN", "broken by the test")
+            return super().notifications()
+
+    with pair(Broken) as running:
+        source, target = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS)
+        running.offer(running.key(), source)
+        running.receiver.bend = lambda message: None
+        running.request(running.key(), target)
+        Broken.breaks = True
+        for end in (running.sender, running.receiver):
+            assert "broken by the test" in str(running.wait_outcome(end).error)
+            assert end.transceiver.failure is not None
+        assert total_quarantined(running) == len(running.receiver.page_bytes(target))
+        with pytest.raises(TransportError, match="reactor ended"):
+            running.offer(running.key(), source)
+
+
+def test_pairing_with_another_model_lists_the_difference() -> None:
+    with pair() as running:
+        other = dataclasses.replace(running.receiver.transceiver.info, model_digest="other")
+        with pytest.raises(IncompatiblePeer) as caught:
+            running.sender.transceiver.pair(other).result(WAIT_SECONDS)
+        assert [reason.field for reason in caught.value.reasons] == ["model_digest"]
+
+
+def test_cancel_message_for_an_unknown_transfer_is_ignored() -> None:
+    with pair() as running:
+        running.sender.transceiver.on_cancel(
+            running.receiver.worker, Cancel(running.key(), running.receiver.worker, "never heard of it")
+        )
+        source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
+        running.offer(key, source)
+        running.request(key, target)
+        assert running.wait_outcome(running.receiver).error is None
