@@ -50,16 +50,18 @@ check: $(INSTALLED) ## style, types, fresh generated code, import arrows, the wh
 	@$(BIN)/ruff check -q .
 	@$(BIN)/ruff format -q --check . || { $(BIN)/ruff format --check . | head -20; exit 1; }
 	@echo "check: mypy"
-	@$(BIN)/mypy -p kvferry.cache -p kvferry.transfer
-	@echo "check: generated code"
+	@$(BIN)/mypy -p kvferry.cache -p kvferry.transfer -p kvferry.deploy
+	@echo "check: generated code and pages"
 	@$(BIN)/python proto/generate.py --check
+	@$(BIN)/python scripts/structures.py --check
 	@echo "check: shell scripts"
 	@scripts/check-shell
 	@echo "check: repository"
 	@$(call pytest,$(TEST_LIMIT),-q tests/repository)
 
-proto: $(INSTALLED) ## generate the code of proto/ again
+proto: $(INSTALLED) ## generate the code of proto/ and the generated pages again
 	@$(BIN)/python proto/generate.py
+	@$(BIN)/python scripts/structures.py
 
 deps-system: ## install the Debian packages that checks and tests use (needs root)
 	@scripts/deps-system

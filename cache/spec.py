@@ -16,8 +16,9 @@ ITEM_BYTES: Mapping[str, int] = {
     "uint8": 1,
 }
 
-MlaStorage = Literal["latent", "expanded"]
-"""How multi-head latent attention is cached: the latent vector (serving engines) or expanded heads (transformers)."""
+MlaStorage = Literal["joint", "split"]
+"""How multi-head latent attention is cached: latent and rotary part in one vector (serving engines), or as two buffers
+(transformers 5.24)."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _check_layer(layer: LayerSpec) -> None:
 
 
 def from_transformers_config(
-    config: Mapping[str, Any], *, name: str = "", dtype: str | None = None, mla: MlaStorage = "expanded"
+    config: Mapping[str, Any], *, name: str = "", dtype: str | None = None, mla: MlaStorage = "split"
 ) -> ModelSpec:
     """Read a ModelSpec from `config.to_dict()` of a transformers causal language model.
 
@@ -91,7 +92,7 @@ def from_transformers_config(
         config: the dictionary; a multi-modal model's `text_config` is used when present.
         name: shown in messages; the architecture when empty.
         dtype: dtype of the cached values; the config's own when None.
-        mla: how latent attention is stored. transformers expands it into heads before caching.
+        mla: how latent attention is stored.
 
     Raises:
         ConfigError: a field is missing, or a layer type has no KV pages (recurrent or chunked attention).
@@ -145,11 +146,7 @@ def _head_buffers(config: Mapping[str, Any]) -> tuple[BufferSpec, ...]:
 
 
 def _mla_buffers(config: Mapping[str, Any], storage: MlaStorage) -> tuple[BufferSpec, ...]:
-    rope = _required(config, "qk_rope_head_dim")
-    if storage == "latent":
-        return (BufferSpec("key", 1, _required(config, "kv_lora_rank") + rope),)
-    num_heads = _required(config, "num_attention_heads")
-    return (
-        BufferSpec("key", num_heads, _required(config, "qk_nope_head_dim") + rope),
-        BufferSpec("value", num_heads, _required(config, "v_head_dim")),
-    )
+    latent, rope = _required(config, "kv_lora_rank"), _required(config, "qk_rope_head_dim")
+    if storage == "joint":
+        return (BufferSpec("key", 1, latent + rope),)
+    return (BufferSpec("key", 1, latent), BufferSpec("value", 1, rope))

@@ -54,7 +54,9 @@ def demo(
     model: Annotated[
         str, typer.Option(help="smollm2, tiny-gpt-oss, tiny-gemma3, or a model folder or .gguf file.")
     ] = "smollm2",
-    prompt: Annotated[str | None, typer.Option(help="Text to answer; a letter to reply to when not given.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to answer; a question about the Moon when not given.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 48,
     prefill: Annotated[int, typer.Option(help="Number of prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(help="Number of decode workers.")] = 1,

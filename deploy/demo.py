@@ -29,15 +29,12 @@ PREFILL_CHUNK_TOKENS = 256
 TABLE_WIDTH = 140
 
 PROMPT = (
-    "A lighthouse keeper writes to her sister on the mainland. The storm of last week broke two panes of the lantern "
-    "room and soaked the logbook, but the lamp never went out. A fishing boat, the Maren, lost her rudder off the "
-    "northern reef; her crew of four rowed eleven hours by the light of the tower and came ashore at dawn, cold and "
-    "hungry and alive. The keeper fed them bread, smoked herring and the last of the coffee. The youngest, a boy of "
-    "sixteen, would not sleep before he had climbed the stairs and seen the lamp for himself. Now the supply ship is "
-    "late, the oil will last nine days, and the keeper has moved her bed beside the clockwork so that she hears if it "
-    "slows. She asks her sister for two panes of glass, a new logbook, coffee, and a picture of the mainland in "
-    "spring, because the boy asked her what she misses most and she had no answer ready.\n\n"
-    "Write a short reply from the sister. Promise what the keeper asked for, and say something kind about the boy."
+    "The Moon is about 384,400 kilometres from Earth and takes 27.3 days to orbit it. Its diameter is 3,474 kilometres "
+    "and its gravity is one sixth of that on Earth. It has no air, so there is no wind and no sound. The first people "
+    "landed there on 20 July 1969. Its far side was first photographed in 1959 by a Soviet probe. The tides of the "
+    "oceans on Earth are mostly caused by the gravity of the Moon. The Moon always shows the same face to Earth "
+    "because it turns once per orbit. Its temperatures swing from 127 degrees Celsius in sunlight to minus 173 degrees "
+    "in the dark.\n\nWhat causes the tides on Earth, and why does the Moon always show the same face?"
 )
 
 

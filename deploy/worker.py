@@ -113,7 +113,7 @@ class Worker:
     Concurrency: one asyncio loop.
     """
 
-    def __init__(self, config: WorkerConfig, parts: Parts, ucx_log: Path) -> None:
+    def __init__(self, config: WorkerConfig, parts: Parts, ucx_log: Path | None) -> None:
         self._config = config
         self._parts = parts
         self._worker = parts.worker
@@ -309,8 +309,7 @@ async def run_worker(config: WorkerConfig, stop: asyncio.Event, endpoint_file: P
     """
     failed = asyncio.Event()
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
-        ucx_log = Path(folder, "ucx.log")
-        prepare_environment(os.environ, ucx_log)
+        ucx_log = prepare_environment(os.environ, Path(folder, "ucx.log"))
         parts = build_parts(config, failed)
         worker = Worker(config, parts, ucx_log)
         try:

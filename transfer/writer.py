@@ -125,7 +125,7 @@ class Writer:
             state = self._transport.poll(post)
             if state is PostState.FAILED:
                 self._remove(job)
-                job.listener.failed(f"write to {job.peer} failed: {post}")
+                job.listener.failed(f"write to {job.peer} failed: {post.error}")
                 return
             if state is PostState.DONE:
                 job.under_way.remove(post)

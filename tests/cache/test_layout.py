@@ -101,8 +101,8 @@ def test_spec_without_layer_types_follows_the_sliding_window(
 @pytest.mark.parametrize(
     "storage, buffers",
     [
-        ("latent", (BufferSpec("key", 1, 576),)),
-        ("expanded", (BufferSpec("key", 16, 192), BufferSpec("value", 16, 128))),
+        ("joint", (BufferSpec("key", 1, 576),)),
+        ("split", (BufferSpec("key", 1, 512), BufferSpec("value", 1, 64))),
     ],
 )
 def test_spec_mla_config_gives_the_storage_asked_for(storage: str, buffers: tuple[BufferSpec, ...]) -> None:

@@ -32,7 +32,7 @@ def test_demo_missing_model_path_is_refused() -> None:
         (("demo", "--prefill", "0"), ("--prefill is 0",)),
         (("demo", "--decode", "-1"), ("--decode is -1",)),
         (("demo", "--nonsense"), ("--nonsense",)),
-        (("demo", "--max-new-tokens", "many"), ("many",)),
+        (("demo", "--max-new-tokens", "many"), ("--max-new-tokens", "integer")),
         (("nonsense",), ("nonsense",)),
         (("worker", "--role", "prefill"), ("directory",)),
         (("worker", "--role", "cook", "--directory", "127.0.0.1:1"), ("role", "cook")),
@@ -90,8 +90,8 @@ def test_pools_too_small_for_one_sequence_are_refused() -> None:
 def test_prompts_that_cannot_be_served_are_refused_at_admission() -> None:
     with serving(model="tiny-gpt-oss", pools={"quota_bytes": "1MiB"}) as service:
         ask = ("generate", "--frontend", service.endpoint)
-        # 1 MiB is 64 slots of 16 384 bytes; 2000 tokens need 63 blocks of full attention beside the window's.
-        check_refused(run(*ask, "--prompt", "a" * 2000), "slots per pool group, the pools have [64]")
+        # 1 MiB is 42 slots of 24 576 bytes; 2000 tokens need 63 blocks of full attention beside the window's.
+        check_refused(run(*ask, "--prompt", "a" * 2000), "slots per pool group, the pools have [42]")
         check_refused(run(*ask, "--prompt", "a" * 9000), "max_seq_len_tokens")
         check_refused(run(*ask, "--prompt", "hello", "--max-new-tokens", "0"), "max_new_tokens is 0")
         check_refused(run(*ask, "--prompt", "hello", "--temperature", "-1"), "temperature is -1")

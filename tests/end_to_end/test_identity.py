@@ -82,8 +82,9 @@ def test_transfer_is_nixl_and_moves_one_run_per_page(model: LoadedModel, service
     assert wire.lane == "cma"
     assert wire.num_pages == sum(pages)
     assert wire.num_bytes == sum(n * group.slot_bytes for n, group in zip(pages, layout.life_cycles, strict=True))
-    # An idle worker hands out neighbouring slots, so each life cycle's pages step together on both sides and merge.
-    assert wire.num_descriptors <= len(layout.life_cycles) + 1
+    # One run per page; runs of slots that step together on both sides merge. How many merge depends on how the chunks
+    # of the two sides interleaved their life cycles in a shared pool.
+    assert len(layout.life_cycles) <= wire.num_descriptors <= wire.num_pages // 4
     assert wire.num_slices == 1
 
 

@@ -1,6 +1,7 @@
 """The whole transfer side in one process: real transports, real threads, a control plane that can be bent."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -48,6 +49,22 @@ def test_pages_arrive_byte_for_byte_and_everything_is_free_afterwards(tokens: in
         target.close()
         assert running.sender.is_empty()
         assert running.receiver.is_empty()
+
+
+def test_neighbouring_slots_become_one_descriptor() -> None:
+    with pair() as running:
+        source, target, key = running.sender.fill(64), running.receiver.room(64), running.key()
+        running.offer(key, source, 64)
+        running.request(key, target, 64)
+        wire = running.wait_outcome(running.receiver).wire
+        runs = [
+            list(zip(source.slots(group.id).tolist(), target.slots(group.id).tolist(), strict=True))
+            for group in running.sender.manager.layout.life_cycles
+        ]
+        pairs = [pair for run in runs for pair in run if pair[1] >= 0]
+        breaks = sum((b[0] - a[0], b[1] - a[1]) != (1, 1) for a, b in itertools.pairwise(pairs))
+        assert wire.num_pages == len(pairs)
+        assert wire.num_descriptors == 1 + breaks < len(pairs)
 
 
 def test_source_sequence_may_close_while_its_pages_are_offered() -> None:

@@ -56,10 +56,12 @@ class Post(ABC):
     Attributes:
         num_descriptors: runs the library really moves, after it merged neighbours.
         num_bytes: payload of the write.
+        error: why it failed; empty while it did not.
     """
 
     num_descriptors: int
     num_bytes: int
+    error: str
 
 
 class Transport(ABC):
@@ -134,7 +136,8 @@ class Transport(ABC):
     def release(self, post: Post) -> bool:
         """Give up the handle of a post. True: the library let go of it and reads the source no more.
 
-        False: it could not be aborted; the handle is kept and `release` may be tried again.
+        False: it is under way and cannot be aborted (NIXL says it can, and goes on reading); the handle is kept and
+        `release` may be tried again.
         """
 
     @abstractmethod

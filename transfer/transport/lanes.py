@@ -72,6 +72,7 @@ def prepare_environment(environ: MutableMapping[str, str], log_path: Path) -> Pa
         "NIXL_LOG_LEVEL": "ERROR",
         "UCX_PROTO_INFO": "y",
         "UCX_LOG_FILE": str(log_path),
+        "UCX_LOG_FILE_SIZE": "4M",
         "UCX_TCP_CONN_NB": "y",
         "UCX_TCP_SYN_CNT": "3",
     }
