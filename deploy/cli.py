@@ -90,9 +90,11 @@ def worker(
     loaded = load(WorkerConfig, config, {**flags, **_pairs(settings)}, os.environ)
     configure_logging(log_level)
     # The model libraries take seconds to import; wrong configuration is reported before that.
-    from kvferry.deploy.worker import run_worker
+    from kvferry.deploy.worker import build_parts, run_worker
 
-    return serve(lambda stop: run_worker(loaded, stop, endpoint_file))
+    # Before any signal handler is set: while the model loads there is nothing to wind up, so signals just end it.
+    parts = build_parts(loaded)
+    return serve(lambda stop: run_worker(loaded, parts, stop, endpoint_file))
 
 
 @app.command()

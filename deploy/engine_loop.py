@@ -77,8 +77,6 @@ class EngineLoop:
         engine: Engine,
         manager: KVCacheManager,
         settings: LoopSettings,
-        *,
-        on_failure: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker = worker
@@ -86,11 +84,11 @@ class EngineLoop:
         self._manager = manager
         self._settings = settings
         self._clock = clock
-        self._on_failure = on_failure
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue(settings.max_waiting + 64)
         self._awake = threading.Event()
         self._stopping = False
         self._transceiver: Transceiver | None = None
+        self._on_failure: Callable[[], None] = lambda: None
         self._to_prefill: deque[Request] = deque()
         self._to_receive: deque[Request] = deque()
         self._receiving: dict[TransferKey, Request] = {}
@@ -99,8 +97,10 @@ class EngineLoop:
 
     # ---- any thread
 
-    def start(self, transceiver: Transceiver) -> None:
+    def start(self, transceiver: Transceiver, on_failure: Callable[[], None]) -> None:
+        """Begin. `on_failure` is called, on the loop's thread, when it ends by an error."""
         self._transceiver = transceiver
+        self._on_failure = on_failure
         self._thread.start()
 
     def wake(self) -> None:
@@ -159,13 +159,15 @@ class EngineLoop:
             log.exception("engine loop failed")
             self._stopping = True
             self._fail_all(Unavailable(f"the engine loop failed: {error}", peer=str(self._worker)))
-            self._on_failure(error)
+            self._on_failure()
 
     def _turn(self) -> bool:
         """One turn. Returns whether there is more to do at once."""
         self._run_inbox()
         for outcome in self._required().poll():
             self._hear(outcome)
+        if self._required().failure is not None:
+            raise self._required().failure
         self._drop_ended()
         self._admit_receives()
         worked = self._prefill_step()
@@ -414,10 +416,11 @@ class EngineLoop:
         request.sink.finish(error)
 
     def _fail_all(self, error: KVError) -> None:
-        for request in [*self._to_prefill, *self._to_receive, *self._receiving.values(), *self._running]:
-            request.sink.finish(error)
+        """Tell every request, also those still in the inbox, that the loop is gone. Pages are not touched any more."""
         while not self._inbox.empty():
-            # A request that was queued while the loop ended arrives only to be refused.
             self._inbox.get_nowait()()
-        for request in [*self._to_prefill, *self._to_receive]:
+        left = [*self._to_prefill, *self._to_receive, *self._receiving.values(), *self._running]
+        for line in (self._to_prefill, self._to_receive, self._receiving, self._running):
+            line.clear()
+        for request in left:
             request.sink.finish(error)

@@ -21,7 +21,7 @@ from kvferry.deploy.config import WorkerConfig
 from kvferry.deploy.engine_loop import EngineLoop, LoopSettings
 from kvferry.deploy.process import EXIT_FAILED, EXIT_OK, write_endpoint
 from kvferry.deploy.requests import Request
-from kvferry.deploy.streams import EventStream
+from kvferry.deploy.streams import EventStream, StreamEvent
 from kvferry.transfer.control.directory_client import DirectoryClient
 from kvferry.transfer.control.handlers import Snapshot
 from kvferry.transfer.control.network import PeerNetwork
@@ -62,9 +62,8 @@ class Parts:
     loop: EngineLoop
 
 
-def build_parts(config: WorkerConfig, failed: asyncio.Event) -> Parts:
+def build_parts(config: WorkerConfig) -> Parts:
     """Load the model and make its pools and its engine loop. Takes seconds; touches no network."""
-    asyncio_loop = asyncio.get_running_loop()
     torch.set_num_threads(config.num_threads)
     engine = _load_engine(config)
     layout = build_layout(engine.spec, tokens_per_block=config.pools.tokens_per_block, order=config.pools.slot_order)
@@ -80,18 +79,8 @@ def build_parts(config: WorkerConfig, failed: asyncio.Event) -> Parts:
         max_held=config.transfer.max_held_transfers,
         transfer_timeout_seconds=config.transfer.timeout_seconds,
     )
-    loop = EngineLoop(
-        worker,
-        engine,
-        manager,
-        settings,
-        on_failure=lambda error: _set_soon(asyncio_loop, failed),
-    )
+    loop = EngineLoop(worker, engine, manager, settings)
     return Parts(worker, engine, manager, loop)
-
-
-def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    loop.call_soon_threadsafe(event.set)
 
 
 def _load_engine(config: WorkerConfig) -> Engine:
@@ -114,6 +103,7 @@ class Worker:
     """
 
     def __init__(self, config: WorkerConfig, parts: Parts, ucx_log: Path | None) -> None:
+        self.failed = asyncio.Event()
         self._config = config
         self._parts = parts
         self._worker = parts.worker
@@ -127,7 +117,9 @@ class Worker:
             model_digest=parts.engine.model_digest,
             send=lambda worker, message: self._network.send(worker, message),
             wake=parts.loop.wake,
-            settings=TransceiverSettings(config.transfer.slice_bytes, 2 * config.transfer.max_held_transfers),
+            settings=TransceiverSettings(
+                config.transfer.slice_bytes, config.transfer.max_held_transfers + config.max_running_requests
+            ),
         )
         self._network = PeerNetwork(
             local=lambda: self._transceiver.info,
@@ -136,7 +128,8 @@ class Worker:
             status=self.status,
             on_paired=self._on_paired,
         )
-        parts.loop.start(self._transceiver)
+        loop = asyncio.get_running_loop()
+        parts.loop.start(self._transceiver, lambda: _set_soon(loop, self.failed))
         self._server = ControlServer(config.listen, peer=self._network, transfer=self._network, inference=self)
         self._directory: DirectoryClient | None = None
         self._updates: set[asyncio.Task[None]] = set()
@@ -220,11 +213,16 @@ class Worker:
             request_id=call.request_id,
             prompt=self._tokens(call),
             sampling=call.sampling,
-            sink=EventStream(),
+            sink=EventStream(self._take_back),
             arrived_at=now,
             deadline=now + call.timeout_seconds,
             hand_over=hand_over,
         )
+
+    def _take_back(self, event: StreamEvent) -> None:
+        """A prompt was offered to a caller that is gone: nobody else knows its key."""
+        if isinstance(event, PrefillReply):
+            self._parts.loop.cancel(event.key, "the caller went away before it got the key")
 
     def _tokens(self, call: GenerateCall) -> tuple[int, ...]:
         if call.prompt_token_ids is not None:
@@ -233,7 +231,7 @@ class Worker:
             raise ConfigError("the prompt is empty: give at least one token")
         return tuple(self._parts.engine.tokenizer.encode(call.prompt, chat=call.chat))
 
-    async def _run(self, request: Request) -> AsyncGenerator[GenerateEvent | PrefillReply, None]:
+    async def _run(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         """Submit a request and pass on its events; when the reader goes away, the request is dropped."""
         assert isinstance(request.sink, EventStream)
         self._parts.loop.submit(request)
@@ -301,26 +299,28 @@ def _integrity(manager: KVCacheManager) -> str:
     return "ok"
 
 
-async def run_worker(config: WorkerConfig, stop: asyncio.Event, endpoint_file: Path | None) -> int:
-    """Run a worker until `stop` is set or it breaks. Returns the exit code.
+def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(event.set)
+
+
+async def run_worker(config: WorkerConfig, parts: Parts, stop: asyncio.Event, endpoint_file: Path | None) -> int:
+    """Serve with these parts until `stop` is set or the worker breaks. Returns the exit code.
 
     Args:
         endpoint_file: HOST:PORT is written there once the worker serves.
     """
-    failed = asyncio.Event()
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
         ucx_log = prepare_environment(os.environ, Path(folder, "ucx.log"))
-        parts = build_parts(config, failed)
         worker = Worker(config, parts, ucx_log)
         try:
             endpoint = await worker.start()
             if endpoint_file is not None:
                 write_endpoint(endpoint_file, endpoint)
             log.info("%s serves at %s", parts.worker, endpoint)
-            await _first_of(stop, failed)
+            await _first_of(stop, worker.failed)
         finally:
             ended = await worker.stop()
-    return EXIT_OK if ended and not failed.is_set() else EXIT_FAILED
+    return EXIT_OK if ended and not worker.failed.is_set() else EXIT_FAILED
 
 
 async def _first_of(*events: asyncio.Event) -> None:
