@@ -1,6 +1,6 @@
 """The peers of one worker, as the thread that owns the transport sees them."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from kvferry.cache.errors import IncompatiblePeer, RemoteProtocolError
@@ -12,12 +12,17 @@ from kvferry.transfer.types import RankInfo, WorkerId
 
 @dataclass
 class Peer:
-    """One paired worker: how to plan for it, and its memory as runs to write to."""
+    """One paired worker: how to plan for it, and its memory as runs to write to.
+
+    Attributes:
+        channels: live control streams with it; None before the first.
+    """
 
     info: RankInfo
     agent: str
     planner: PairPlanner
     runs: DescriptorList
+    channels: int | None = None
 
 
 class PeerBook:
@@ -58,6 +63,18 @@ class PeerBook:
 
     def find(self, worker: WorkerId) -> Peer | None:
         return self._peers.get(worker)
+
+    def on_channel(self, worker: WorkerId, change: int) -> None:
+        """A control stream with this peer came up (+1) or was lost (-1)."""
+        peer = self._peers.get(worker)
+        if peer is not None:
+            peer.channels = max(0, (peer.channels or 0) + change)
+
+    def forget_lost(self, in_use: Container[WorkerId]) -> None:
+        """Drop peers whose last stream was lost, unless an attempt still refers to them."""
+        for worker, peer in tuple(self._peers.items()):
+            if peer.channels == 0 and worker not in in_use:
+                self.forget(worker)
 
     def forget(self, worker: WorkerId) -> None:
         """Drop a peer and its lane. Unknown peers are ignored."""

@@ -68,6 +68,10 @@ class Receiver:
     def __len__(self) -> int:
         return len(self._receivings)
 
+    def peers(self) -> set[WorkerId]:
+        """Senders that an open attempt is granted to."""
+        return {receiving.grant.sender for receiving in self._receivings.values()}
+
     def request(self, grant: Grant, now: float) -> None:
         """Send a grant and wait for the pages until its timeout, counted from `now`."""
         receiving = Receiving(grant, now + grant.timeout_seconds, now)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.cache.errors import RemoteProtocolError
+from kvferry.cache.errors import RemoteProtocolError, TransportError
 from kvferry.cache.page_table import BlockLists
 from kvferry.transfer.notice import Notice
 from kvferry.transfer.outcomes import Outbox, PagesInDoubt, PagesReusable, SendMessage, TransferOutcome, error_of
@@ -97,6 +97,10 @@ class Sender:
 
     def __len__(self) -> int:
         return len(self._sendings)
+
+    def peers(self) -> set[WorkerId]:
+        """Receivers that an open attempt is granted to."""
+        return {sending.grant.receiver for sending in self._sendings.values() if sending.grant is not None}
 
     def offer(self, offer: Offer) -> None:
         """Wait for a grant until the offer's deadline."""
@@ -255,8 +259,15 @@ class Sender:
             num_bytes=plan.num_bytes,
             num_descriptors=job.num_descriptors,
             seconds=max(0.0, job.ended_at - job.started_at),
-            lane=self._transport.lane(job.peer),
+            lane=self._lane(job.peer),
         )
+
+    def _lane(self, agent: str) -> str:
+        """The lane of the last write; a peer that was forgotten meanwhile has none any more."""
+        try:
+            return self._transport.lane(agent)
+        except TransportError:
+            return "unknown"
 
     def _report(self, sending: Sending) -> None:
         key, failure = sending.offer.key, sending.failure

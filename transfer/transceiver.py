@@ -186,6 +186,7 @@ class Transceiver:
 
     def on_channel_up(self, peer: WorkerId) -> None:
         log.info("channel to %s is up", peer)
+        self._reactor.submit(lambda: self._peers.on_channel(peer, +1))
 
     def on_channel_lost(self, peer: WorkerId, reason: str) -> None:
         try:
@@ -212,6 +213,7 @@ class Transceiver:
             self._next_sweep = now + SWEEP_SECONDS
             self._sender.expire(now)
             self._receiver.expire(now)
+            self._peers.forget_lost(self._sender.peers() | self._receiver.peers())
         if self._sender.writer.busy:
             return 0.0
         return WAITING_SECONDS if len(self._receiver) else IDLE_SECONDS
@@ -254,5 +256,6 @@ class Transceiver:
         self._receiver.cancel(key, reason)
 
     def _lose(self, peer: WorkerId, reason: str) -> None:
+        self._peers.on_channel(peer, -1)
         self._sender.on_channel_lost(peer, reason)
         self._receiver.on_channel_lost(peer, reason)

@@ -9,10 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvferry.cache.errors import CapacityError, ConfigError, InvariantError, LocalProtocolError
 from kvferry.cache.ids import LifeCycleId
+from kvferry.cache.layout import build_layout
 from kvferry.cache.lifecycle import ceil_div
 from kvferry.cache.manager import Hold, KVCacheManager
 from kvferry.cache.sequence import SequenceCache
-from tests.cache.specs import layout
+from kvferry.cache.sizing import decode_steps, peak_slots
+from tests.cache.specs import layout, spec
 
 FULL, WINDOWED = LifeCycleId(0), LifeCycleId(1)
 
@@ -46,6 +48,19 @@ def test_history_ahead_takes_only_pages_inside_the_window() -> None:
     assert sequence.slots(WINDOWED).tolist() == [-1] * 5 + [8, 9, 10]
     assert (sequence.slots(FULL) >= 0).all()
     manager.check_integrity()
+
+
+def test_gemma3_decode_side_takes_exactly_the_pages_of_the_formula() -> None:
+    # Window 512, block 32, 1500 tokens: (1500 + 1 - 512) // 32 = 30 of 47 blocks are stale.
+    model = build_layout(spec([512] * 5 + [None]), tokens_per_block=32)
+    manager = KVCacheManager(model, (20, 50))
+    sequence = manager.create_sequence("a", peak_slots(model, decode_steps(1500, 32)))
+    sequence.resize(capacity=1500, history=1500)
+    pages = sequence.pages(1500)
+    assert [int((slots >= 0).sum()) for slots in pages.slots] == [17, 47]
+    assert [len(slots) for slots in pages.slots] == [47, 47]
+    assert np.flatnonzero(pages.slots[0] >= 0).tolist() == list(range(30, 47))
+    assert free(manager) == [3, 3]
 
 
 def test_growing_history_releases_stale_pages_and_their_slots_serve_others() -> None:

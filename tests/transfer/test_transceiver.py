@@ -21,7 +21,7 @@ from kvferry.transfer.transport.base import Post, PostState
 from kvferry.transfer.transport.loopback import LoopbackTransport
 from kvferry.transfer.types import Cancel, Grant, TransferResult
 from tests.helpers import wait_until
-from tests.transfer.pairs import AUX, PROMPT_TOKENS, WAIT_SECONDS, Message, Pair, pair
+from tests.transfer.pairs import AUX, PROMPT_TOKENS, WAIT_SECONDS, End, Message, Pair, pair
 
 
 def lose(kind: type) -> "object":
@@ -219,6 +219,53 @@ def test_channel_lost_after_the_grant_puts_pages_in_doubt_until_the_data_is_seen
         running.sender.transceiver.on_grant(running.receiver.worker, grant)
         wait_until(running.receiver.is_empty, WAIT_SECONDS, "proof came, pages are back")
         assert total_quarantined(running) == 0
+
+
+def paired_names(running: Pair, end: End) -> set[str]:
+    return {worker.name for worker in end.transceiver.lanes().result(WAIT_SECONDS)}
+
+
+def test_peer_whose_channels_are_all_lost_is_forgotten_and_can_pair_again() -> None:
+    with pair() as running:
+        transceiver, peer = running.sender.transceiver, running.receiver.transceiver.info
+        for _ in range(2):
+            transceiver.on_channel_up(peer.worker)
+        transceiver.on_channel_lost(peer.worker, "one of two")
+        running.clock.now += 1.0
+        assert paired_names(running, running.sender) == {"d"}
+        transceiver.on_channel_lost(peer.worker, "the other")
+        running.clock.now += 1.0
+        wait_until(lambda: not paired_names(running, running.sender), WAIT_SECONDS, "the peer is forgotten")
+        transceiver.pair(peer).result(WAIT_SECONDS)
+        source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
+        running.offer(key, source)
+        running.request(key, target)
+        assert running.wait_outcome(running.receiver).error is None
+
+
+def test_new_incarnation_replaces_the_old_even_while_a_write_to_it_is_stuck() -> None:
+    Stuck.gives_up = False
+    with pair(Stuck) as running:
+        source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
+        running.offer(key, source)
+        running.request(key, target)
+        running.wait_outcome(running.sender)
+        old = running.receiver.transceiver.info
+        reborn = Stuck("d-reborn")
+        reborn.register(running.receiver.manager.storage.pools)
+        info = dataclasses.replace(
+            old,
+            worker=dataclasses.replace(old.worker, incarnation=999),
+            agent_name="d-reborn",
+            agent_metadata=reborn.metadata(),
+        )
+        running.sender.transceiver.pair(info).result(WAIT_SECONDS)
+        Stuck.gives_up = True
+        running.clock.now += 1.0
+        source.close()
+        wait_until(running.sender.is_empty, WAIT_SECONDS, "the old write was let go")
+        assert running.sender.transceiver.failure is None
+        reborn.close()
 
 
 def test_channel_lost_before_any_write_fails_the_sender_and_frees_its_pages() -> None:

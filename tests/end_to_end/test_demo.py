@@ -1,0 +1,64 @@
+"""`kvferry demo`, as its JSON tells it."""
+
+import json
+
+import pytest
+
+from tests.end_to_end.programs import run
+
+KEYS = {
+    "identical",
+    "model",
+    "prompt_tokens",
+    "new_tokens",
+    "text",
+    "manager",
+    "transport",
+    "runtime",
+    "lane",
+    "blocks",
+    "pages",
+    "bytes",
+    "descriptors",
+    "transfer_seconds",
+    "ttft_seconds",
+    "pool_groups",
+}
+TTFT_PARTS = {"total", "queue", "prefill", "transfer", "first_decode_step", "other"}
+GROUPS = {"tiny-gpt-oss": [["window 128", "full"]], "tiny-gemma3": [["window 512"], ["full"]]}
+PROMPT = "ferry " * 120
+
+
+@pytest.mark.xdist_group("demo")
+@pytest.mark.parametrize("model", GROUPS)
+def test_demo_json_says_identical_and_how(model: str) -> None:
+    ended = run("demo", "--model", model, "--prompt", PROMPT, "--max-new-tokens", "16", "--json")
+    assert (ended.code, ended.err) == (0, "")
+    told = json.loads(ended.out)
+    assert set(told) >= KEYS
+    assert told["identical"] is True
+    assert (told["manager"], told["transport"], told["runtime"], told["lane"]) == ("V2", "NIXL", "PYTHON", "cma")
+    assert (told["prompt_tokens"], told["new_tokens"], told["blocks"]) == (len(PROMPT), 16, len(PROMPT) // 32 + 1)
+    assert [group["life_cycles"] for group in told["pool_groups"]] == GROUPS[model]
+    assert all(group["slot_bytes"] > 0 and group["num_slots"] > 0 for group in told["pool_groups"])
+    parts = told["ttft_seconds"]
+    assert set(parts) == TTFT_PARTS
+    assert all(seconds >= 0 for seconds in parts.values())
+    assert parts["total"] == pytest.approx(sum(parts.values()) - parts["total"], abs=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("demo")
+def test_demo_of_the_real_model_streams_text_and_ends_with_the_verdict() -> None:
+    ended = run("demo", "--max-new-tokens", "12")
+    assert ended.code == 0
+    assert ended.out.splitlines()[0].startswith("The tides")
+    assert ended.out.splitlines()[-1] == "identical to a single process: yes (12/12 tokens)"
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("demo")
+def test_demo_over_tcp_names_its_lane() -> None:
+    ended = run("demo", "--model", "tiny-gemma3", "--json", environ={"UCX_TLS": "tcp"})
+    told = json.loads(ended.out)
+    assert (ended.code, told["identical"], told["lane"]) == (0, True, "tcp")
