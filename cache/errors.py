@@ -117,6 +117,10 @@ class UnknownMember(KVError):
     """The directory does not know this member: its lease ran out or the directory restarted. Join again."""
 
 
+class ComputeError(KVError):
+    """The model could not compute this request, or computed nonsense. Other requests are not concerned."""
+
+
 class InvariantError(KVError):
     """The books of a pool do not add up. `story` says which numbers disagree. Stop using the pool."""
 

@@ -59,16 +59,15 @@ class LifeCycle:
         num_blocks = ceil_div(capacity, tokens_per_block)
         return num_blocks - len(self.stale_range(history, tokens_per_block).clipped(num_blocks))
 
-    def max_live_blocks(self, headroom: int, tokens_per_block: int, max_tokens: int) -> int:
-        """The most pages a sequence of at most `max_tokens` ever holds when capacity - history <= `headroom`.
+    def max_live_blocks(self, headroom: int, tokens_per_block: int) -> int | None:
+        """The most pages a sequence of any length ever holds when capacity - history <= `headroom`; None: no limit.
 
         A window may straddle one block more than it fills, hence the "+ 1".
         Source: pools specification 3.7, checked there by brute force.
         """
-        whole = ceil_div(max_tokens, tokens_per_block)
         if self.window is None:
-            return whole
-        return min(whole, ceil_div(self.window + headroom - 2, tokens_per_block) + 1 + self.sink_blocks)
+            return None
+        return ceil_div(self.window + headroom - 2, tokens_per_block) + 1 + self.sink_blocks
 
     def __str__(self) -> str:
         name = "full" if self.window is None else f"window {self.window}"

@@ -119,10 +119,6 @@ class KVCacheManager:
         self._sequences.add(sequence)
         return sequence
 
-    def settle_reservation(self, sequence: SequenceCache) -> None:
-        """Shrink a sequence's reservation to the pages it has: it will take no more."""
-        sequence.reserved = self._taken(sequence)
-
     # ---- pages (called by SequenceCache)
 
     def apply(self, sequence: SequenceCache, changes: Sequence[PageChange]) -> None:

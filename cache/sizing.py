@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.errors import ConfigError
-from kvferry.cache.layout import CacheLayout, LifeCycleLayout
+from kvferry.cache.layout import CacheLayout
 from kvferry.cache.lifecycle import LifeCycle, ceil_div
 
 Counts = npt.NDArray[np.int64]
@@ -72,14 +72,9 @@ def slot_floors(layout: CacheLayout) -> tuple[int, ...]:
     A windowed life cycle needs its window and the block it straddles; full attention at least as many blocks as the
     largest window of the model. Source: pools specification 3.5.
     """
-    windowed = [_window_floor(member, layout.tokens_per_block) for member in layout.life_cycles]
-    widest = max((floor for floor in windowed if floor), default=1)
+    windowed = [member.life_cycle.max_live_blocks(1, layout.tokens_per_block) for member in layout.life_cycles]
+    widest = max((floor for floor in windowed if floor is not None), default=1)
     return tuple(sum(windowed[index] or widest for index in group.life_cycles) for group in layout.pool_groups)
-
-
-def _window_floor(member: LifeCycleLayout, tokens_per_block: int) -> int:
-    window = member.life_cycle.window
-    return 0 if window is None else member.life_cycle.sink_blocks + ceil_div(window - 1, tokens_per_block) + 1
 
 
 def divide_quota(

@@ -65,11 +65,6 @@ class ModelSpec:
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes one token needs over all layers while none of its pages is stale."""
-        return sum(b.num_heads * b.head_dim for layer in self.layers for b in layer.buffers) * self.item_bytes
-
 
 def _check_layer(layer: LayerSpec) -> None:
     roles = [buffer.role for buffer in layer.buffers]

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from pydantic import ValidationError
 from typer.exceptions import Abort, Exit, TyperException
 
 from kvferry.cache.errors import ConfigError, KVError
@@ -20,6 +21,7 @@ from kvferry.deploy.process import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    check_endpoint_file,
     configure_logging,
     die_with_parent,
     leave,
@@ -46,7 +48,10 @@ Setting = Annotated[
 EndpointFile = Annotated[
     Path | None, typer.Option("--endpoint-file", help="Write HOST:PORT to this file once serving.")
 ]
-LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    typer.Option("--log-level", case_sensitive=False, help="Least severity of what is logged."),
+]
 
 
 @app.command()
@@ -66,10 +71,11 @@ def demo(
 
     Exit code 0: identical. 1: the tokens differ. 2: it could not run.
     """
+    text = None if prompt is None else _text(prompt)
     # The model libraries take seconds to import; only this command and `worker` need them.
     from kvferry.deploy.demo import PROMPT, DemoOptions, run_demo
 
-    options = DemoOptions(model, PROMPT if prompt is None else prompt, max_new_tokens, prefill, decode, as_json)
+    options = DemoOptions(model, PROMPT if text is None else text, max_new_tokens, prefill, decode, as_json)
     return run_demo(options)
 
 
@@ -88,6 +94,8 @@ def worker(
     """Run a prefill worker, a decode worker, or one that does both."""
     flags = {"role": role, "name": name, "model": model, "listen": listen, "directory": directory}
     loaded = load(WorkerConfig, config, {**flags, **_pairs(settings)}, os.environ)
+    if endpoint_file is not None:
+        check_endpoint_file(endpoint_file)
     configure_logging(log_level)
     # The model libraries take seconds to import; wrong configuration is reported before that.
     from kvferry.deploy.worker import build_parts, run_worker
@@ -107,6 +115,8 @@ def frontend(
 ) -> int:
     """Run the frontend, which embeds the directory."""
     loaded = load(FrontendConfig, config, {"listen": listen, **_pairs(settings)}, os.environ)
+    if endpoint_file is not None:
+        check_endpoint_file(endpoint_file)
     configure_logging(log_level)
     from kvferry.deploy.frontend import run_frontend
 
@@ -125,10 +135,8 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> int:
     """Send one prompt to a frontend and stream the answer."""
-    if not prompt:
-        raise ConfigError("the prompt is empty: give --prompt some text")
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    call = GenerateCall(prompt=prompt, chat=chat, sampling=sampling, timeout_seconds=timeout)
+    call = GenerateCall(prompt=_text(prompt), chat=chat, sampling=sampling, timeout_seconds=timeout)
     return asyncio.run(_generate(frontend, call, as_json))
 
 
@@ -183,19 +191,43 @@ def _pairs(settings: list[str] | None) -> dict[str, str]:
     return pairs
 
 
+def _text(prompt: str) -> str:
+    """The prompt, when it is text. Raises ConfigError for nothing, and for bytes that are no UTF-8."""
+    if not prompt:
+        raise ConfigError("the prompt is empty: give --prompt some text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the prompt is not valid UTF-8, from character {error.start} on: fix --prompt") from None
+    return prompt
+
+
 def main() -> NoReturn:
     """Run a command and end the process with its exit code; errors are one line on stderr."""
+    code = EXIT_FAILED
+    try:
+        code = exit_code(_run)
+    finally:
+        leave(code)
+
+
+def _run() -> Any:
     die_with_parent()
-    leave(_exit_code(lambda: app(standalone_mode=False)))
+    return app(standalone_mode=False)
 
 
-def _exit_code(command: Callable[[], Any]) -> int:
+def exit_code(command: Callable[[], Any]) -> int:
+    """Run a command and say how it went: on stderr, when not well, and as an exit code."""
     try:
         result = command()
     except KVError as error:
         return _complain(str(error))
     except TyperException as error:
-        return _complain(error.format_message())
+        return _complain(error.format_message().replace("Value error, ", "") + _given(error))
+    except asyncio.CancelledError:
+        return _complain("the call was cancelled from inside before it ended")
+    except BrokenPipeError:
+        return _complain("nobody reads the output any more")
     except Exit as error:
         result = error.exit_code
     except (KeyboardInterrupt, Abort):
@@ -206,6 +238,13 @@ def _exit_code(command: Callable[[], Any]) -> int:
     if result == EXIT_INTERRUPTED:
         print("kvferry: interrupted", file=sys.stderr)
     return result if isinstance(result, int) else EXIT_OK
+
+
+def _given(error: TyperException) -> str:
+    """The value that was refused, where typer's message leaves it out."""
+    cause = error.__cause__
+    given = repr(cause.errors()[0]["input"]) if isinstance(cause, ValidationError) else ""
+    return f" (given: {given})" if given and given not in error.format_message() else ""
 
 
 def _complain(message: str) -> int:

@@ -1,4 +1,8 @@
-"""A frontend and workers as child processes of this one, on this machine."""
+"""A frontend and workers as child processes of this one, on this machine.
+
+Children are killed when the thread that started them ends (`deploy.process.die_with_parent`), so they must be started
+from a thread that lives as long as they should: only the main thread may start them.
+"""
 
 import contextlib
 import os
@@ -6,26 +10,32 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from kvferry.cache.errors import DeadlineExceeded, Unavailable
+from kvferry.cache.errors import DeadlineExceeded, LocalProtocolError, Unavailable
 from kvferry.deploy.process import PARENT_VARIABLE
 
-STOP_SECONDS = 15.0
+STOP_SECONDS = 20.0
+WORKERS_SHARE = 0.75
+"""The part of the time to stop that workers may use; the rest is the frontend's."""
+
+KILL_SECONDS = 5.0
 POLL_SECONDS = 0.05
 LOG_TAIL_LINES = 5
 
 
 @dataclass
 class Child:
-    """One kvferry process: its command, where it says its address, where it logs."""
+    """One kvferry process: what it is, where it says its address, where it logs."""
 
+    kind: str
     name: str
     process: "subprocess.Popen[bytes]"
     endpoint_file: Path
@@ -51,18 +61,27 @@ class Child:
 
 @dataclass
 class Cluster:
-    """Children in the order they were started; stopped in reverse."""
+    """Children in the order they were started; workers are stopped before the frontend they talk to.
+
+    Concurrency: the main thread.
+    """
 
     folder: Path
     children: list[Child] = field(default_factory=list)
+    program: Sequence[str] = (sys.executable, "-m", "kvferry")
+    stop_seconds: float = STOP_SECONDS
 
     def start(self, kind: str, name: str, config: Mapping[str, Any]) -> Child:
-        """Start `kvferry <kind>` with this configuration. Returns at once."""
+        """Start `kvferry <kind>` with this configuration. Returns at once.
+
+        Raises: LocalProtocolError: called by a thread that may end, and the child with it, before the process does.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise LocalProtocolError(f"{name} would be killed with the thread that starts it: use the main thread")
         config_file = self.folder / f"{name}.yaml"
         config_file.write_text(yaml.safe_dump(dict(config)))
         endpoint_file, log_file = self.folder / f"{name}.endpoint", self.folder / f"{name}.log"
-        command = [sys.executable, "-m", "kvferry", kind, "--config", str(config_file)]
-        command += ["--endpoint-file", str(endpoint_file)]
+        command = [*self.program, kind, "--config", str(config_file), "--endpoint-file", str(endpoint_file)]
         with log_file.open("wb") as log:
             process = subprocess.Popen(
                 command,
@@ -73,7 +92,7 @@ class Cluster:
                 # A group of its own: Ctrl-C reaches only this process, which then stops its children in order.
                 process_group=0,
             )
-        child = Child(name, process, endpoint_file, log_file)
+        child = Child(kind, name, process, endpoint_file, log_file)
         self.children.append(child)
         return child
 
@@ -94,36 +113,65 @@ class Cluster:
         for child in self.children:
             child.check_alive()
 
-    def stop(self) -> list[str]:
-        """End all children, last started first: SIGTERM, then SIGKILL. Returns the names of those that were killed."""
-        for child in reversed(self.children):
-            child.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
-        killed = [child.name for child in reversed(self.children) if not _ended(child, deadline)]
-        self.children.clear()
-        return killed
+    def stop(self) -> dict[str, int]:
+        """End all children: the workers together, then the frontend, each by SIGTERM and, when late, by SIGKILL.
+
+        Idempotent. A KeyboardInterrupt meanwhile kills what is left at once.
+        Returns: exit codes by name; -9 where somebody had to be killed.
+        """
+        started = time.monotonic()
+        workers = [child for child in reversed(self.children) if child.kind == "worker"]
+        others = [child for child in reversed(self.children) if child.kind != "worker"]
+        try:
+            _end(workers, started + self.stop_seconds * WORKERS_SHARE)
+            _end(others, started + self.stop_seconds)
+        finally:
+            codes = {child.name: _killed(child) for child in (*workers, *others)}
+            self.children.clear()
+        return codes
 
 
-def _ended(child: Child, deadline: float) -> bool:
-    """Wait for a child's end; kill it at the deadline."""
-    try:
-        child.process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        child.process.kill()
-        child.process.wait(STOP_SECONDS)
-        return False
-    return True
+def _end(children: Sequence[Child], deadline: float) -> None:
+    """SIGTERM to all; returns when all ended or the deadline passed."""
+    for child in children:
+        child.process.send_signal(signal.SIGTERM)
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _killed(child: Child) -> int:
+    """The exit code of a child that ended or ends now."""
+    child.process.kill()
+    return child.process.wait(KILL_SECONDS)
 
 
 @contextlib.contextmanager
 def running_cluster() -> Iterator[Cluster]:
-    """A cluster in a temporary folder; whatever happens, its children end with the context."""
+    """A cluster in a temporary folder; whatever happens, its children end with the context.
+
+    Raises: Unavailable: the context ended well, but some child did not.
+    """
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
         cluster = Cluster(Path(folder))
         try:
             yield cluster
-        finally:
+        except BaseException:
             cluster.stop()
+            raise
+        stop_well(cluster)
+
+
+def stop_well(cluster: Cluster) -> None:
+    """Stop. Raises Unavailable, with the end of its log, for the first child that was killed or ended with an error."""
+    children = list(cluster.children)
+    codes = cluster.stop()
+    for child in children:
+        if codes[child.name] == -signal.SIGKILL:
+            raise Unavailable(f"it was killed, or did not stop in time: {child.last_words()}", peer=child.name)
+        if codes[child.name] != 0:
+            text = f"it ended with exit code {codes[child.name]} when stopped: {child.last_words()}"
+            raise Unavailable(text, peer=child.name)
 
 
 def start_cluster(

@@ -5,7 +5,6 @@ of its process, with two underscores between the parts: `KVFERRY_WORKER__POOLS__
 """
 
 import difflib
-import re
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,44 +25,30 @@ from pydantic_core import ErrorDetails
 
 from kvferry.cache.errors import ConfigError
 from kvferry.cache.layout import SlotOrder
+from kvferry.transfer.control.addresses import Address, AddressError, checked_address
 from kvferry.transfer.types import Role
 
 _MIB = 1 << 20
 _MAX_FILE_BYTES = _MIB
 _MAX_KEY_PARTS = 4
-_ADDRESS_RULE = "must be HOST:PORT with a port of at most 65535"
-_ENDPOINT = re.compile(r"(?P<host>[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
-
-
-class Endpoint(NamedTuple):
-    """A network address. Port 0 asks the system for a free one."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
-
-
-def parse_endpoint(text: str) -> Endpoint:
-    """Read HOST:PORT, where an IPv6 host stands in brackets. Raises ConfigError."""
-    match = _ENDPOINT.fullmatch(text)
-    if match is None or int(match["port"]) > 65535:
-        raise ConfigError(f"{text!r} is no address: {_ADDRESS_RULE}")
-    return Endpoint(match["host"], int(match["port"]))
 
 
 def _listen_address(text: str) -> str:
-    try:
-        return str(parse_endpoint(text))
-    except ConfigError:
-        raise ValueError(_ADDRESS_RULE) from None
+    return str(_checked(text, "listen on"))
 
 
 def _dial_address(text: str) -> str:
-    if _listen_address(text).endswith(":0"):
+    address = _checked(text, "connect to")
+    if address.port == 0:
         raise ValueError("must name a port from 1 to 65535: nothing can connect to port 0")
-    return text
+    return str(address)
+
+
+def _checked(text: str, purpose: str) -> Address:
+    try:
+        return checked_address(text, purpose=purpose)
+    except AddressError as error:
+        raise ValueError(error.rule) from None
 
 
 ListenAddress = Annotated[str, AfterValidator(_listen_address)]
@@ -100,7 +85,12 @@ class TransferConfig(_Config):
     """How pages move between workers."""
 
     transport: str = Field(default="nixl", min_length=1, description="name of a registered transport")
-    timeout_seconds: Seconds = Field(default=60.0, description="seconds a transfer may take, from its grant to its end")
+    timeout_seconds: Seconds = Field(
+        default=60.0, description="seconds from the grant of a transfer's pages to the end of the transfer"
+    )
+    hold_seconds: Seconds = Field(
+        default=120.0, description="seconds a finished prompt may wait for a grant before its pages are released"
+    )
     slice_bytes: ByteSize = Field(
         default=ByteSize(8 * _MIB), ge=_MIB, le=64 * _MIB, description="bytes handed to the transport in one post"
     )

@@ -75,7 +75,9 @@ def run_demo(options: DemoOptions) -> int:
     say(f"loading {options.model}")
     model = load_model(options.model, report=say)
     with running_cluster() as cluster:
-        served = asyncio.run(_serve(cluster, options, threads, say))
+        # Before asyncio: children live as long as the thread that starts them, and Ctrl-C ends this wait at once.
+        endpoint = _start(cluster, options, threads, say)
+        served = asyncio.run(_serve(cluster, endpoint, options))
     say("running the same model in one process")
     expected = generate_in_one_process(
         model, served.summary.prompt_token_ids, _sampling(options), PREFILL_CHUNK_TOKENS
@@ -90,8 +92,6 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def _check(options: DemoOptions) -> None:
-    if not options.prompt:
-        raise ConfigError("the prompt is empty: give --prompt some text")
     for flag, value in (
         ("--max-new-tokens", options.max_new_tokens),
         ("--prefill", options.num_prefill),
@@ -105,21 +105,19 @@ def _sampling(options: DemoOptions) -> SamplingParams:
     return SamplingParams(max_new_tokens=options.max_new_tokens)
 
 
-async def _serve(cluster: Cluster, options: DemoOptions, threads: int, say: Callable[[str], None]) -> Served:
-    worker = {
-        "model": options.model,
-        "num_threads": threads,
-        "prefill_chunk_tokens": PREFILL_CHUNK_TOKENS,
-    }
+def _start(cluster: Cluster, options: DemoOptions, threads: int, say: Callable[[str], None]) -> str:
     say(f"starting a frontend, {options.num_prefill} prefill and {options.num_decode} decode")
-    endpoint = await asyncio.to_thread(
-        start_cluster,
+    worker = {"model": options.model, "num_threads": threads, "prefill_chunk_tokens": PREFILL_CHUNK_TOKENS}
+    return start_cluster(
         cluster,
         num_prefill=options.num_prefill,
         num_decode=options.num_decode,
         worker=worker,
         timeout_seconds=START_SECONDS,
     )
+
+
+async def _serve(cluster: Cluster, endpoint: str, options: DemoOptions) -> Served:
     async with InferenceClient(endpoint) as client:
         await client.wait_serving(START_SECONDS)
         return await _generate(client, cluster, options)

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,16 +21,19 @@ import torch
 from kvferry.cache import sizing
 from kvferry.cache.errors import (
     CapacityError,
+    ComputeError,
     ConfigError,
     DeadlineExceeded,
     InvariantError,
     KVError,
     TransferCancelled,
+    TransportError,
     Unavailable,
 )
 from kvferry.cache.lifecycle import ceil_div
 from kvferry.cache.manager import KVCacheManager
 from kvferry.deploy.requests import Request
+from kvferry.transfer.calls import answer
 from kvferry.transfer.engines.base import Engine
 from kvferry.transfer.engines.sampling import check_sampling, finish_reason, sample
 from kvferry.transfer.engines.text import IncrementalText
@@ -54,6 +57,7 @@ class LoopSettings:
         max_waiting: requests that may wait for their turn; more are refused.
         max_running: requests that decode at once.
         max_held: finished prompts that may wait for, or be in, a transfer out; prefill pauses at the bound.
+        hold_seconds: how long a finished prompt may wait for its grant; its request's deadline may come first.
     """
 
     prefill_chunk_tokens: int
@@ -62,6 +66,7 @@ class LoopSettings:
     max_running: int
     max_held: int
     transfer_timeout_seconds: float
+    hold_seconds: float
 
 
 class EngineLoop:
@@ -89,6 +94,7 @@ class EngineLoop:
         self._stopping = False
         self._transceiver: Transceiver | None = None
         self._on_failure: Callable[[], None] = lambda: None
+        self._requests: set[Request] = set()
         self._to_prefill: deque[Request] = deque()
         self._to_receive: deque[Request] = deque()
         self._receiving: dict[TransferKey, Request] = {}
@@ -113,19 +119,12 @@ class EngineLoop:
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         """Stop an attempt offered or received here; unknown keys change nothing."""
-        self._enqueue(lambda: self._required().cancel(key, reason))
+        self._enqueue(lambda: self._cancel(key, reason))
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
         """Run a function between two turns; the future carries its result or error."""
         future: Future[Result] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
-                future.set_exception(error)
-
-        self._enqueue(run)
+        self._enqueue(lambda: answer(future, function))
         return future
 
     def stop(self, timeout_seconds: float) -> bool:
@@ -148,26 +147,31 @@ class EngineLoop:
     # ---- the loop
 
     def _run(self) -> None:
+        story = "the worker is shutting down"
         try:
-            with torch.inference_mode():
-                while not self._stopping:
-                    if not self._turn():
-                        self._awake.wait(IDLE_SECONDS)
-                        self._awake.clear()
-            self._fail_all(Unavailable("the worker is shutting down", peer=str(self._worker)))
+            self._run_turns()
         except Exception as error:
             log.exception("engine loop failed")
-            self._stopping = True
-            self._fail_all(Unavailable(f"the engine loop failed: {error}", peer=str(self._worker)))
+            story = f"the engine loop failed: {error}"
             self._on_failure()
+        self._stopping = True
+        self._fail_all(Unavailable(story, peer=str(self._worker)))
+
+    @torch.inference_mode()
+    def _run_turns(self) -> None:
+        while not self._stopping:
+            if not self._turn():
+                self._awake.wait(IDLE_SECONDS)
+                self._awake.clear()
 
     def _turn(self) -> bool:
         """One turn. Returns whether there is more to do at once."""
         self._run_inbox()
         for outcome in self._required().poll():
             self._hear(outcome)
-        if self._required().failure is not None:
-            raise self._required().failure
+        failure = self._required().failure
+        if failure is not None:
+            raise failure
         self._drop_ended()
         self._admit_receives()
         worked = self._prefill_step()
@@ -193,6 +197,7 @@ class EngineLoop:
         )
 
     def _run_inbox(self) -> None:
+        """Run what was queued until now. No command raises: each deals with its own errors."""
         for _ in range(self._inbox.qsize()):
             self._inbox.get_nowait()()
 
@@ -219,6 +224,7 @@ class EngineLoop:
         self._manager.check_fits_ever(self._need(request))
         if self.num_waiting >= self._settings.max_waiting:
             raise self._too_many()
+        self._requests.add(request)
         (self._to_receive if request.decode else self._to_prefill).append(request)
 
     def _check_length(self, request: Request) -> None:
@@ -276,10 +282,10 @@ class EngineLoop:
         assert request.sequence is not None
         tokens = len(request.prompt)
         request.sequence.resize(capacity=tokens, history=tokens)
-        self._receiving[request.decode.key] = request
         timeout = min(self._settings.transfer_timeout_seconds, request.deadline - self._clock())
         pages = request.sequence.pages(tokens)
         self._required().request(request.decode.key, request.decode.sender, pages, tokens, max(timeout, 0.001))
+        self._receiving[request.decode.key] = request
 
     def _hear(self, outcome: TransferOutcome) -> None:
         if outcome.side is Side.SENDER:
@@ -303,8 +309,8 @@ class EngineLoop:
         key = TransferKey(uuid.uuid4().hex, 1)
         tokens = len(request.prompt)
         aux = AuxRecord((token,), (logprob,), Usage(tokens))
-        timeout = self._settings.transfer_timeout_seconds
-        self._required().offer(key, request.sequence.pages(tokens), tokens, aux, timeout)
+        timeout = min(self._settings.hold_seconds, request.deadline - self._clock())
+        self._required().offer(key, request.sequence.pages(tokens), tokens, aux, max(timeout, 0.001))
         timings = request.timings()
         reply = PrefillReply(key, self._worker, request.prompt, timings.queue_seconds, timings.prefill_seconds)
         request.sink.put(reply)
@@ -335,12 +341,12 @@ class EngineLoop:
         start = sequence.history
         end = min(start + self._settings.prefill_chunk_tokens, len(request.prompt))
         sequence.resize(capacity=end)
-        logits = self._engine.forward(sequence, np.asarray(request.prompt[start:end], np.int64))
+        logits = self._compute(request, request.prompt[start:end])
         sequence.resize(history=end)
         if end == len(request.prompt):
-            self._to_prefill.popleft()
             token, logprob = sample(logits, request.sampling, end)
             request.first_token_at = self._clock()
+            self._to_prefill.popleft()
             if request.hand_over:
                 self._offer(request, token, logprob)
             else:
@@ -358,12 +364,21 @@ class EngineLoop:
         started = self._clock()
         position = sequence.history
         sequence.resize(capacity=position + 1)
-        logits = self._engine.forward(sequence, np.asarray(request.new_tokens[-1:], np.int64))
+        logits = self._compute(request, request.new_tokens[-1:])
         sequence.resize(history=position + 1)
         token, logprob = sample(logits, request.sampling, position + 1)
         if len(request.new_tokens) == 1:
             request.first_step_seconds = self._clock() - started
         self._publish(request, [token], [logprob])
+
+    def _compute(self, request: Request, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits after these tokens. What the model's library cannot do ends this request and no other."""
+        assert request.sequence is not None
+        try:
+            return self._engine.forward(request.sequence, np.asarray(tokens, np.int64))
+        except RuntimeError as error:
+            text = f"{len(tokens)} tokens after {request.sequence.history} could not be computed: {error}"
+            raise ComputeError(text) from error
 
     def _publish(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
         assert request.text is not None
@@ -400,27 +415,37 @@ class EngineLoop:
                 self._end(request, DeadlineExceeded(f"not finished after {waited:.1f} s", peer=str(self._worker)))
 
     def _cancellation(self, request: Request) -> KVError:
-        transfer_id = request.key.transfer_id if request.key else ""
-        return TransferCancelled("the caller went away", transfer_id=transfer_id, peer="", phase="decode")
+        if request.decode is None:
+            return TransferCancelled("the caller went away", transfer_id="", peer="", phase="prefill")
+        call = request.decode
+        return TransferCancelled(
+            "the caller went away", transfer_id=call.key.transfer_id, peer=str(call.sender), phase="decode"
+        )
 
     def _end(self, request: Request, error: KVError | None) -> None:
         """Forget a request, give its pages back and tell its sink. Pages under transfer stay held until quiet."""
+        self._requests.discard(request)
         for line in (self._to_prefill, self._to_receive, self._running):
             if request in line:
                 line.remove(request)
-        if request.key in self._receiving:
-            del self._receiving[request.key]
-            self._required().cancel(request.key, str(error))
         if request.sequence is not None:
             request.sequence.close()
         request.sink.finish(error)
+        if request.key is not None and self._receiving.get(request.key) is request:
+            del self._receiving[request.key]
+            self._cancel(request.key, str(error))
+
+    def _cancel(self, key: TransferKey, reason: str) -> None:
+        try:
+            self._required().cancel(key, reason)
+        except (TransportError, CapacityError) as error:
+            log.warning("transfer %s was not cancelled: %s", key, error)
 
     def _fail_all(self, error: KVError) -> None:
         """Tell every request, also those still in the inbox, that the loop is gone. Pages are not touched any more."""
-        while not self._inbox.empty():
-            self._inbox.get_nowait()()
-        left = [*self._to_prefill, *self._to_receive, *self._receiving.values(), *self._running]
-        for line in (self._to_prefill, self._to_receive, self._receiving, self._running):
+        self._run_inbox()
+        left = tuple(self._requests)
+        for line in (self._requests, self._to_prefill, self._to_receive, self._receiving, self._running):
             line.clear()
         for request in left:
             request.sink.finish(error)

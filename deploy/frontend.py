@@ -5,14 +5,15 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine, Iterator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvferry.cache.errors import CapacityError, ConfigError, KVError, Unavailable
+from kvferry.cache.errors import CapacityError, ConfigError, KVError, PeerLost, Unavailable
 from kvferry.deploy.config import FrontendConfig
 from kvferry.deploy.process import EXIT_OK, write_endpoint
+from kvferry.transfer.control.background import background, end
 from kvferry.transfer.control.client import InferenceClient
 from kvferry.transfer.control.directory import Directory
 from kvferry.transfer.control.server import ControlServer
@@ -29,6 +30,9 @@ from kvferry.transfer.types import Role, TransferKey, WorkerId
 log = logging.getLogger(__name__)
 
 CANCEL_SECONDS = 5.0
+SETTLE_SECONDS = 2.0
+AVOID_SECONDS = 5.0
+"""A worker that fails at once is the least loaded of all: without this pause it would be given every request."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +48,34 @@ class Route:
 
 
 def routes(members: tuple[DirectoryEntry, ...]) -> Iterator[Route]:
-    """Every pair of members that may serve a request: alone with role both, or paired with each other."""
+    """Every pair of members that may serve a request: alone with role both, or paired with each other.
+
+    Two workers of role both never serve each other: each could do it alone, and if both had filled their pools with
+    prompts for the other, neither could take one.
+    """
     for prefill in members:
         for decode in members:
-            alone = prefill.worker == decode.worker and prefill.role is Role.BOTH
-            paired = decode.worker in prefill.paired and prefill.worker in decode.paired
-            if alone or (prefill.role.prefills and decode.role.decodes and paired):
+            if prefill.role is Role.BOTH and decode.role is Role.BOTH:
+                possible = prefill.worker == decode.worker
+            else:
+                possible = prefill.role.prefills and decode.role.decodes and _paired(prefill, decode)
+            if possible:
                 yield Route(prefill, decode)
 
 
+def _paired(one: DirectoryEntry, other: DirectoryEntry) -> bool:
+    return other.worker in one.paired and one.worker in other.paired
+
+
 class Router:
-    """Spreads requests over routes: least loaded first, longest unused first among equals.
+    """Spreads requests over routes: those that failed lately last, least loaded first, longest unused among equals.
 
     Concurrency: one asyncio loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failed: dict[frozenset[WorkerId], float] = {}
         self._load: Counter[WorkerId] = Counter()
         self._last_used: dict[tuple[WorkerId, WorkerId], int] = {}
         self._turn = 0
@@ -86,17 +102,31 @@ class Router:
         self._load.subtract({route.prefill.worker, route.decode.worker})
         self._load = +self._load
 
+    @contextmanager
+    def blaming(self, error: type[KVError], *workers: WorkerId) -> Iterator[None]:
+        """When the body fails with this error, avoid for a while the routes over all these workers."""
+        try:
+            yield
+        except error:
+            self._failed[frozenset(workers)] = self._clock()
+            raise
+
     def is_loaded(self, worker: WorkerId) -> bool:
         return self._load[worker] > 0
 
     def forget(self, members: tuple[DirectoryEntry, ...]) -> None:
-        """Drop what is remembered of pairs that are gone."""
+        """Drop what is remembered of workers that are gone."""
         known = {entry.worker for entry in members}
+        self._failed = {workers: at for workers, at in self._failed.items() if known.issuperset(workers)}
         self._last_used = {pair: turn for pair, turn in self._last_used.items() if known.issuperset(pair)}
 
-    def _rank(self, route: Route) -> tuple[int, int]:
+    def _rank(self, route: Route) -> tuple[bool, int, int]:
         pair = (route.prefill.worker, route.decode.worker)
-        return sum(self._load[worker] for worker in set(pair)), self._last_used.get(pair, 0)
+        return self._is_avoided(pair), sum(self._load[worker] for worker in set(pair)), self._last_used.get(pair, 0)
+
+    def _is_avoided(self, pair: tuple[WorkerId, WorkerId]) -> bool:
+        since = self._clock() - AVOID_SECONDS
+        return any(at > since and workers.issubset(pair) for workers, at in self._failed.items())
 
 
 class Frontend:
@@ -114,20 +144,22 @@ class Frontend:
         self._router = Router()
         self._clients: dict[WorkerId, InferenceClient] = {}
         self._inflight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> str:
         """Serve. Returns HOST:PORT. Raises ConfigError."""
         await self._server.start()
-        self._spawn(self._follow_members())
+        self._spawn(self._follow_members(), "following the members")
         return self._server.address
 
     async def stop(self) -> None:
+        """Let running requests end for a moment, cut off the others and take back their prompts from the workers."""
         await self._server.set_serving(False)
         self._directory.close()
         await self._server.stop()
-        for task in tuple(self._tasks):
-            task.cancel()
+        await self._settle()
         for client in self._clients.values():
             await client.close()
 
@@ -138,6 +170,7 @@ class Frontend:
         route = self._router.pick(self._directory.snapshot.members)
         log.info("request %s: prefill %s, decode %s", call.request_id, route.prefill.worker, route.decode.worker)
         self._inflight += 1
+        self._idle.clear()
         self._router.start(route)
         try:
             run = self._aggregated if route.aggregated else self._disaggregated
@@ -147,7 +180,9 @@ class Frontend:
         finally:
             self._router.end(route)
             self._inflight -= 1
-            self._spawn(self._close_unused(self._directory.snapshot.members))
+            if self._inflight == 0:
+                self._idle.set()
+            self._spawn(self._close_unused(self._directory.snapshot.members), "closing unused connections")
 
     async def prefill(self, call: GenerateCall) -> PrefillReply:
         raise ConfigError("a frontend does not prefill: call Generate, or a prefill worker")
@@ -175,24 +210,33 @@ class Frontend:
         return replace(call, request_id=call.request_id or uuid.uuid4().hex, timeout_seconds=timeout)
 
     async def _aggregated(self, call: GenerateCall, route: Route) -> AsyncGenerator[GenerateEvent, None]:
-        async with aclosing(self._client(route.prefill).generate(call)) as events:
-            async for event in events:
-                yield event
+        with self._router.blaming(Unavailable, route.prefill.worker):
+            async with aclosing(self._client(route.prefill).generate(call)) as events:
+                async for event in events:
+                    yield event
 
     async def _disaggregated(self, call: GenerateCall, route: Route) -> AsyncGenerator[GenerateEvent, None]:
         deadline = time.monotonic() + call.timeout_seconds
         prefill = self._client(route.prefill)
-        reply = await prefill.prefill(call)
+        with self._router.blaming(Unavailable, route.prefill.worker):
+            reply = await prefill.prefill(call)
         done = False
         try:
-            decode = self._decode_call(call, reply, deadline)
-            async with aclosing(self._client(route.decode).decode(decode)) as events:
+            async with aclosing(self._decoded(self._decode_call(call, reply, deadline), route)) as events:
                 async for event in events:
                     done = isinstance(event, GenerateSummary)
                     yield _with_prefill(event, reply) if isinstance(event, GenerateSummary) else event
         finally:
             if not done:
-                self._spawn(_cancel(prefill, reply.key))
+                self._spawn(_cancel(prefill, reply.key), f"cancelling {reply.key} at {route.prefill.worker}")
+
+    async def _decoded(self, call: DecodeCall, route: Route) -> AsyncGenerator[GenerateEvent, None]:
+        alone = self._router.blaming(Unavailable, route.decode.worker)
+        together = self._router.blaming(PeerLost, route.prefill.worker, route.decode.worker)
+        with alone, together:
+            async with aclosing(self._client(route.decode).decode(call)) as events:
+                async for event in events:
+                    yield event
 
     def _decode_call(self, call: GenerateCall, reply: PrefillReply, deadline: float) -> DecodeCall:
         return DecodeCall(
@@ -223,8 +267,18 @@ class Frontend:
             if not self._router.is_loaded(worker):
                 await self._clients.pop(worker).close()
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
+    async def _settle(self) -> None:
+        """Wait for requests to unwind and for tasks to end, within a deadline; what is left then is cancelled."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_SECONDS):
+                await self._idle.wait()
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+        for task in tuple(self._tasks):
+            await end(task)
+
+    def _spawn(self, work: Coroutine[object, object, None], name: str) -> None:
+        task = background(work, name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

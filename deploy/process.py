@@ -1,6 +1,7 @@
 """How a kvferry process starts and ends: native libraries' settings, signals, exit codes, files it leaves."""
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
@@ -11,12 +12,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn
 
+from kvferry.cache.errors import ConfigError
+
 EXIT_OK = 0
 EXIT_DIFFERENT = 1
 """The demo's tokens differ from a single process."""
 EXIT_FAILED = 2
 """It could not run, or could not go on: bad input, lost peers, a broken engine."""
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 PARENT_VARIABLE = "KVFERRY_PARENT_PID"
 
@@ -27,25 +30,35 @@ def leave(code: int) -> NoReturn:
     """End the process with this exit code, after flushing, without running native destructors.
 
     Where the system has libibverbs, a process that made a NIXL agent dies of SIGSEGV in one of those destructors after
-    all its work, which would turn every exit code into 139.
+    all its work, which would turn every exit code into 139. Output that nobody reads any more changes nothing either.
     """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
+            with contextlib.suppress(OSError, ValueError):
+                flush()
+    finally:
+        os._exit(code)
 
 
 def die_with_parent() -> None:
     """End with SIGKILL when the process named by KVFERRY_PARENT_PID ends, however it ends. Without it: nothing.
 
-    Linux only; the variable is set by `deploy.cluster` for the processes it starts.
+    To the kernel the parent is the thread that started this process: its end counts, too. Linux only; the variable is
+    set by `deploy.cluster` for the processes it starts.
+    Raises: ConfigError: the variable names no process, or one that is not the parent of this one (any more).
     """
-    parent = os.environ.get(PARENT_VARIABLE)
-    if parent is None:
+    named = os.environ.get(PARENT_VARIABLE)
+    if named is None:
         return
+    if not (named.isascii() and named.isdigit()):
+        raise ConfigError(f"{PARENT_VARIABLE} is {named!r}: it must be a process id; unset it to run without a parent")
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
-        leave(EXIT_FAILED)
+    parent = str(os.getppid())
+    if parent != named:
+        raise ConfigError(
+            f"{PARENT_VARIABLE} is {named}, but the parent of this process is {parent}: the process that started it "
+            "ended, or the variable was left over; unset it to run without a parent"
+        )
 
 
 def configure_logging(level: str) -> None:
@@ -55,15 +68,30 @@ def configure_logging(level: str) -> None:
     )
 
 
+def check_endpoint_file(path: Path) -> None:
+    """Find out before the slow part of a start whether `write_endpoint` can work. Raises ConfigError."""
+    if not os.path.isdir(path.parent):
+        raise ConfigError(f"endpoint file {path}: there is no folder {path.parent}")
+    if os.path.isdir(path):
+        raise ConfigError(f"endpoint file {path}: it is a folder, the name of a file is needed")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"endpoint file {path}: nothing can be written in the folder {path.parent}")
+
+
 def write_endpoint(path: Path, endpoint: str) -> None:
-    """Publish HOST:PORT in a file, whole or not at all, for whoever started this process."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-        file.write(endpoint + "\n")
-    os.replace(file.name, path)
+    """Publish HOST:PORT in a file, whole or not at all, for whoever started this process. Raises ConfigError."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+            file.write(endpoint + "\n")
+        os.replace(file.name, path)
+    except OSError as error:
+        raise ConfigError(f"endpoint file {path}: cannot be written: {error.strerror}") from error
 
 
 def serve(main: Callable[["asyncio.Event"], Awaitable[int]]) -> int:
     """Run an asyncio main function that stops when its event is set by SIGTERM or SIGINT.
+
+    A second signal ends the process at once, with 130 for SIGINT and 143 for SIGTERM, whatever is unfinished.
 
     Returns: what `main` returned, or 130 when SIGINT stopped it and it ended well.
     """
@@ -74,7 +102,9 @@ def serve(main: Callable[["asyncio.Event"], Awaitable[int]]) -> int:
 
         def on_signal(number: int) -> None:
             nonlocal interrupted
-            interrupted = interrupted or number == signal.SIGINT
+            if stop.is_set():
+                leave(128 + number)
+            interrupted = number == signal.SIGINT
             stop.set()
 
         loop = asyncio.get_running_loop()

@@ -8,7 +8,7 @@ from kvferry.cache.errors import KVError
 from kvferry.cache.sequence import SequenceCache
 from kvferry.transfer.engines.text import IncrementalText
 from kvferry.transfer.inference import DecodeCall, GenerateEvent, PrefillReply, SamplingParams, Timings
-from kvferry.transfer.types import TransferKey, WireReport, WorkerId
+from kvferry.transfer.types import TransferKey, WireReport
 
 
 class RequestSink(Protocol):
@@ -46,7 +46,6 @@ class Request:
     first_step_seconds: float = 0.0
     transfer_seconds: float = 0.0
     wire: WireReport = field(default_factory=WireReport)
-    sender: WorkerId | None = None
     new_tokens: list[int] = field(default_factory=list)
     text: IncrementalText | None = None
 

@@ -6,15 +6,15 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from kvferry.cache import sizing
-from kvferry.cache.errors import ConfigError, InvariantError
+from kvferry.cache.errors import ConfigError, DeadlineExceeded, InvariantError, TransportError
 from kvferry.cache.layout import CacheLayout, build_layout
 from kvferry.cache.manager import KVCacheManager
 from kvferry.deploy.config import WorkerConfig
@@ -48,7 +48,8 @@ from kvferry.transfer.types import RankInfo, Role, TransferKey, WorkerId
 log = logging.getLogger(__name__)
 
 JOIN_SECONDS = 20.0
-STOP_SECONDS = 10.0
+LEAVE_SECONDS = 2.0
+STOP_SECONDS = 5.0
 STATUS_SECONDS = 5.0
 
 
@@ -78,6 +79,7 @@ def build_parts(config: WorkerConfig) -> Parts:
         max_running=config.max_running_requests,
         max_held=config.transfer.max_held_transfers,
         transfer_timeout_seconds=config.transfer.timeout_seconds,
+        hold_seconds=config.transfer.hold_seconds,
     )
     loop = EngineLoop(worker, engine, manager, settings)
     return Parts(worker, engine, manager, loop)
@@ -104,6 +106,8 @@ class Worker:
 
     def __init__(self, config: WorkerConfig, parts: Parts, ucx_log: Path | None) -> None:
         self.failed = asyncio.Event()
+        self._asyncio = asyncio.get_running_loop()
+        self._stopping = False
         self._config = config
         self._parts = parts
         self._worker = parts.worker
@@ -116,6 +120,7 @@ class Worker:
             registry.create(config.transfer.transport, agent_name, **options),
             model_digest=parts.engine.model_digest,
             send=lambda worker, message: self._network.send(worker, message),
+            hang_up=self._hang_up,
             wake=parts.loop.wake,
             settings=TransceiverSettings(
                 config.transfer.slice_bytes, config.transfer.max_held_transfers + config.max_running_requests
@@ -128,8 +133,7 @@ class Worker:
             status=self.status,
             on_paired=self._on_paired,
         )
-        loop = asyncio.get_running_loop()
-        parts.loop.start(self._transceiver, lambda: _set_soon(loop, self.failed))
+        parts.loop.start(self._transceiver, self._fail)
         self._server = ControlServer(config.listen, peer=self._network, transfer=self._network, inference=self)
         self._directory: DirectoryClient | None = None
         self._updates: set[asyncio.Task[None]] = set()
@@ -145,15 +149,17 @@ class Worker:
         )
         self._directory.start()
         await self._directory.wait_joined(JOIN_SECONDS)
-        await self._server.set_serving(self._config.role is Role.BOTH)
+        await self._show_health()
         return self._server.address
 
     async def stop(self) -> bool:
-        """Leave, stop computing, stop moving. Returns False when some thread did not end in time."""
-        await self._server.set_serving(False)
+        """Leave, stop computing, tell peers about what is open, stop moving. False: some thread did not end in time."""
+        self._stopping = True
+        await self._show_health()
         if self._directory is not None:
-            await self._directory.leave()
+            await self._directory.leave(LEAVE_SECONDS)
         loop_ended = await asyncio.to_thread(self._parts.loop.stop, STOP_SECONDS)
+        await self._abandon()
         await self._network.close()
         await self._server.stop()
         return await asyncio.to_thread(self._transceiver.close, STOP_SECONDS) and loop_ended
@@ -164,7 +170,7 @@ class Worker:
         """Prefill and decode here, without moving anything. Only a worker with role both offers it."""
         if self._config.role is not Role.BOTH:
             raise ConfigError(f"{self._worker.name} has role {self._config.role.value}: only role both generates alone")
-        async with aclosing(self._run(self._request(call, hand_over=False))) as events:
+        async with aclosing(self._run(await self._request(call, hand_over=False))) as events:
             async for event in events:
                 assert not isinstance(event, PrefillReply)
                 yield event
@@ -172,7 +178,7 @@ class Worker:
     async def prefill(self, call: GenerateCall) -> PrefillReply:
         if not self._config.role.prefills:
             raise ConfigError(f"{self._worker.name} has role {self._config.role.value}: it does not prefill")
-        async with aclosing(self._run(self._request(call, hand_over=True))) as events:
+        async with aclosing(self._run(await self._request(call, hand_over=True))) as events:
             async for event in events:
                 if isinstance(event, PrefillReply):
                     return event
@@ -201,17 +207,21 @@ class Worker:
 
     async def status(self) -> WorkerStatus:
         """The books of this worker between two turns of its loop."""
-        async with asyncio.timeout(STATUS_SECONDS):
-            lanes = await asyncio.wrap_future(self._transceiver.lanes())
-            return await asyncio.wrap_future(self._parts.loop.call(lambda: self._status(lanes)))
+        try:
+            async with asyncio.timeout(STATUS_SECONDS):
+                lanes = await asyncio.wrap_future(self._transceiver.lanes())
+                return await asyncio.wrap_future(self._parts.loop.call(lambda: self._status(lanes)))
+        except TimeoutError:
+            text = f"the worker computes without a pause since {STATUS_SECONDS:g} s: ask again"
+            raise DeadlineExceeded(text, peer=str(self._worker)) from None
 
     # ---- private
 
-    def _request(self, call: GenerateCall, *, hand_over: bool) -> Request:
+    async def _request(self, call: GenerateCall, *, hand_over: bool) -> Request:
         now = time.monotonic()
         return Request(
             request_id=call.request_id,
-            prompt=self._tokens(call),
+            prompt=await self._tokens(call),
             sampling=call.sampling,
             sink=EventStream(self._take_back),
             arrived_at=now,
@@ -224,12 +234,14 @@ class Worker:
         if isinstance(event, PrefillReply):
             self._parts.loop.cancel(event.key, "the caller went away before it got the key")
 
-    def _tokens(self, call: GenerateCall) -> tuple[int, ...]:
+    async def _tokens(self, call: GenerateCall) -> tuple[int, ...]:
+        """Tokens of the prompt, made on the engine's thread, whose tokenizer it is."""
         if call.prompt_token_ids is not None:
             return call.prompt_token_ids
         if not call.prompt:
             raise ConfigError("the prompt is empty: give at least one token")
-        return tuple(self._parts.engine.tokenizer.encode(call.prompt, chat=call.chat))
+        prompt, tokenizer = call.prompt, self._parts.engine.tokenizer
+        return await asyncio.wrap_future(self._parts.loop.call(lambda: tuple(tokenizer.encode(prompt, chat=call.chat))))
 
     async def _run(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         """Submit a request and pass on its events; when the reader goes away, the request is dropped."""
@@ -283,7 +295,24 @@ class Worker:
     def _on_paired(self, workers: frozenset[WorkerId]) -> None:
         if self._directory is not None:
             self._directory.set_paired(workers)
-        self._spawn(self._server.set_serving(bool(workers) or self._config.role is Role.BOTH))
+        self._spawn(self._show_health())
+
+    async def _show_health(self) -> None:
+        """Serving means able to move bytes: paired with somebody, or complete alone."""
+        able = bool(self._network.paired) or self._config.role is Role.BOTH
+        await self._server.set_serving(able and not self._stopping)
+
+    async def _abandon(self) -> None:
+        """Let peers hear how every open attempt ended, so that their pages do not stay in doubt."""
+        with suppress(TransportError, TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await asyncio.wrap_future(self._transceiver.abandon(f"{self._worker} is shutting down"))
+
+    def _hang_up(self, worker: WorkerId, reason: str) -> None:
+        self._asyncio.call_soon_threadsafe(self._network.hang_up, worker, reason)
+
+    def _fail(self) -> None:
+        self._asyncio.call_soon_threadsafe(self.failed.set)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -299,10 +328,6 @@ def _integrity(manager: KVCacheManager) -> str:
     return "ok"
 
 
-def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    loop.call_soon_threadsafe(event.set)
-
-
 async def run_worker(config: WorkerConfig, parts: Parts, stop: asyncio.Event, endpoint_file: Path | None) -> int:
     """Serve with these parts until `stop` is set or the worker breaks. Returns the exit code.
 
@@ -312,21 +337,30 @@ async def run_worker(config: WorkerConfig, parts: Parts, stop: asyncio.Event, en
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
         ucx_log = prepare_environment(os.environ, Path(folder, "ucx.log"))
         worker = Worker(config, parts, ucx_log)
+        serving = asyncio.ensure_future(_serve(worker, endpoint_file))
         try:
-            endpoint = await worker.start()
-            if endpoint_file is not None:
-                write_endpoint(endpoint_file, endpoint)
-            log.info("%s serves at %s", parts.worker, endpoint)
-            await _first_of(stop, worker.failed)
+            await _first_of(stop.wait(), worker.failed.wait(), serving)
         finally:
             ended = await worker.stop()
     return EXIT_OK if ended and not worker.failed.is_set() else EXIT_FAILED
 
 
-async def _first_of(*events: asyncio.Event) -> None:
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
+async def _serve(worker: Worker, endpoint_file: Path | None) -> None:
+    """Start, say where, and go on for ever. Raises what `Worker.start` raises."""
+    endpoint = await worker.start()
+    if endpoint_file is not None:
+        write_endpoint(endpoint_file, endpoint)
+    log.info("serving at %s", endpoint)
+    await asyncio.Event().wait()
+
+
+async def _first_of(*works: Awaitable[object]) -> None:
+    """Wait until one of them ends, cancel the others, and raise its error if it has one."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for wait in waits:
-            wait.cancel()
+        for task in tasks:
+            task.cancel()
+    for task in done:
+        task.result()

@@ -12,6 +12,10 @@ SendMessage = Callable[[WorkerId, Grant | TransferResult | Cancel], bool]
 """Hand a message to the control plane. Never blocks; False: it was not and will not be sent."""
 
 
+HangUp = Callable[[WorkerId, str], None]
+"""Have the control plane close its channel with a peer, after what is queued on it. Never blocks."""
+
+
 @dataclass(frozen=True)
 class TransferOutcome:
     """An attempt ended on this side. `error` is None exactly when it succeeded; a receiver then has `aux`."""
@@ -51,11 +55,11 @@ class Outbox:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._reports: deque[Report] = deque()
-        self._wake = wake
+        self.wake = wake
 
     def put(self, report: Report) -> None:
         self._reports.append(report)
-        self._wake()
+        self.wake()
 
     def drain(self) -> list[Report]:
         return [self._reports.popleft() for _ in range(len(self._reports))]

@@ -16,6 +16,7 @@ class Peer:
 
     Attributes:
         channels: live control streams with it; None before the first.
+        broken: a write to it failed, and its lane has to be wired again.
     """
 
     info: RankInfo
@@ -23,6 +24,7 @@ class Peer:
     planner: PairPlanner
     runs: DescriptorList
     channels: int | None = None
+    broken: bool = False
 
 
 class PeerBook:
@@ -42,7 +44,7 @@ class PeerBook:
         return iter(tuple(self._peers.values()))
 
     def pair(self, info: RankInfo) -> None:
-        """Validate a peer and wire it. Pairing again with the same incarnation changes nothing.
+        """Validate a peer and wire it. Pairing again with the same incarnation only mends a broken lane.
 
         Raises:
             IncompatiblePeer: with every difference. TransportError: its metadata or memory cannot be used.
@@ -50,7 +52,8 @@ class PeerBook:
         reasons = compatibility.check(self._local, info)
         if reasons:
             raise IncompatiblePeer(str(info.worker), reasons)
-        if info.worker in self._peers:
+        known = self._peers.get(info.worker)
+        if known is not None and not known.broken:
             return
         for stale in [worker for worker in self._peers if worker.name == info.worker.name]:
             self.forget(stale)
@@ -63,6 +66,12 @@ class PeerBook:
 
     def find(self, worker: WorkerId) -> Peer | None:
         return self._peers.get(worker)
+
+    def mark_broken(self, worker: WorkerId) -> None:
+        """Have this peer wired again at its next pairing."""
+        peer = self._peers.get(worker)
+        if peer is not None:
+            peer.broken = True
 
     def on_channel(self, worker: WorkerId, change: int) -> None:
         """A control stream with this peer came up (+1) or was lost (-1)."""

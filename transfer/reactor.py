@@ -4,6 +4,7 @@ It spins while writes are under way, looks every fraction of a millisecond while
 data only while the target polls), and otherwise sleeps until a command comes.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -13,6 +14,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from kvferry.cache.errors import CapacityError, TransportError
+from kvferry.transfer.calls import answer
 from kvferry.transfer.transport.base import Notification, Transport
 
 log = logging.getLogger(__name__)
@@ -79,20 +81,15 @@ class Reactor:
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
         """Run a function on the reactor's thread; the future carries its result or error."""
         future: Future[Result] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
-                future.set_exception(error)
-
-        self.submit(run)
+        self.submit(lambda: answer(future, function))
         return future
 
     def stop(self, timeout_seconds: float) -> bool:
         """Let the thread finish its commands and end. Returns False when it did not end in time."""
         self._stopping = True
-        self._commands.put(lambda: None, timeout=timeout_seconds)
+        with contextlib.suppress(queue.Full):
+            # Wakes a sleeping thread; a full queue means that it is not asleep.
+            self._commands.put_nowait(lambda: None)
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 

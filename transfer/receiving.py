@@ -40,7 +40,12 @@ class Receiving:
     num_slices: int | None = None
     result: TransferResult | None = None
     failure: Failure | None = None
+    quiet: bool = False
     ended_at: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        return self.session.state.outcome.terminal
 
 
 class Receiver:
@@ -63,10 +68,11 @@ class Receiver:
         self._outbox = outbox
         self._clock = clock
         self._receivings: dict[TransferKey, Receiving] = {}
-        self.num_refused = 0
 
-    def __len__(self) -> int:
-        return len(self._receivings)
+    @property
+    def waiting(self) -> bool:
+        """Whether some attempt is not over: its data may arrive any moment."""
+        return any(not receiving.ended for receiving in self._receivings.values())
 
     def peers(self) -> set[WorkerId]:
         """Senders that an open attempt is granted to."""
@@ -87,7 +93,6 @@ class Receiver:
             notice = Notice.unpack(notification.payload)
             receiving = self._expected(notification.peer, notice)
         except RemoteProtocolError as error:
-            self.num_refused += 1
             log.warning("notification from %s refused: %s", notification.peer, error)
             return
         receiving.num_slices = notice.num_slices
@@ -100,16 +105,17 @@ class Receiver:
         if receiving is None:
             return
         try:
-            _check_result(receiving.grant, peer, result)
+            _check_origin(receiving.grant, peer, result)
+            if result.status is ResultStatus.OK:
+                _check_content(receiving, result)
         except RemoteProtocolError as error:
-            self.num_refused += 1
             self._fail(receiving, Failure("bad_result", Phase.RESULT, str(error)))
             return
+        receiving.quiet = receiving.quiet or result.quiet
         if result.status is ResultStatus.OK:
             self._accept(receiving, result)
         else:
             self._fail(receiving, result.failure or Failure("failed", Phase.RESULT, "the sender gave no reason"))
-        self._settle_if_quiet(receiving, result)
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         """Stop an attempt; unknown ones are ignored."""
@@ -117,6 +123,13 @@ class Receiver:
         if receiving is not None:
             receiving.failure = receiving.failure or Failure("cancelled", Phase.WIRE, reason)
             self._drive(receiving, Event.CANCEL)
+            self._settle_if_quiet(receiving)
+
+    def on_channel_up(self, peer: WorkerId) -> None:
+        """Ask again about attempts that ended without proof: the answer says whether their pages are quiet."""
+        for receiving in tuple(self._receivings.values()):
+            if receiving.grant.sender == peer and receiving.ended:
+                self._act(receiving, Action.SEND_CANCEL)
 
     def on_channel_lost(self, peer: WorkerId, reason: str) -> None:
         """Fail every attempt of this peer. Without a channel no proof of quiet will come, so its pages are in doubt."""
@@ -132,12 +145,11 @@ class Receiver:
     def expire(self, now: float) -> None:
         """Fail overdue attempts; give up waiting for proof after a grace period."""
         for receiving in tuple(self._receivings.values()):
-            terminal = receiving.session.state.outcome.terminal
-            if not terminal and now >= receiving.deadline:
+            if not receiving.ended and now >= receiving.deadline:
                 landed = f"{len(receiving.landed)} of {receiving.num_slices or 'an unknown number of'} slices landed"
                 message = f"{receiving.grant.timeout_seconds:g} s passed since the grant; {landed}"
                 self._fail(receiving, Failure("timeout", Phase.WIRE, message))
-            elif terminal and now >= receiving.ended_at + SETTLE_SECONDS:
+            elif receiving.ended and now >= receiving.ended_at + SETTLE_SECONDS:
                 self._drive_if_allowed(receiving, Event.DOUBT)
 
     def _expected(self, agent: str, notice: Notice) -> Receiving:
@@ -154,43 +166,40 @@ class Receiver:
         return receiving
 
     def _accept(self, receiving: Receiving, result: TransferResult) -> None:
+        receiving.num_slices = result.wire.num_slices
         if receiving.session.allows(Event.RESULT):
             receiving.result = result
             self._drive(receiving, Event.RESULT)
-        if receiving.num_slices is None:
-            receiving.num_slices = result.wire.num_slices
-        elif receiving.num_slices != result.wire.num_slices:
-            message = f"result says {result.wire.num_slices} slices, notices say {receiving.num_slices}"
-            self._fail(receiving, Failure("bad_result", Phase.RESULT, message))
+        self._settle_if_quiet(receiving)
         self._check_landed(receiving)
 
     def _check_landed(self, receiving: Receiving) -> None:
         if len(receiving.landed) == receiving.num_slices:
             self._drive_if_allowed(receiving, Event.LANDED)
 
-    def _settle_if_quiet(self, receiving: Receiving, result: TransferResult) -> None:
+    def _settle_if_quiet(self, receiving: Receiving) -> None:
         """The writer's own word that nothing is under way is proof, once the attempt is over."""
-        if result.quiet and receiving.session.state.outcome.terminal:
+        if receiving.quiet and receiving.ended:
             self._drive_if_allowed(receiving, Event.SETTLE)
 
     def _fail(self, receiving: Receiving, failure: Failure) -> None:
         receiving.failure = receiving.failure or failure
         self._drive(receiving, Event.FAIL)
+        self._settle_if_quiet(receiving)
 
     def _drive_if_allowed(self, receiving: Receiving, event: Event) -> None:
         if receiving.session.allows(event):
             self._drive(receiving, event)
 
     def _drive(self, receiving: Receiving, event: Event) -> None:
-        """Move the session and do what its table asks."""
-        session = receiving.session
-        ended_before = session.state.outcome.terminal
-        actions = session.apply(event)
-        if session.state.outcome.terminal and not ended_before:
+        """Move the session, give its pages back when they may be reused, and do what its table asks."""
+        ended_before = receiving.ended
+        actions = receiving.session.apply(event)
+        if receiving.ended and not ended_before:
             receiving.ended_at = self._clock()
+        self._publish(receiving, event)
         for action in actions:
             self._act(receiving, action)
-        self._publish(receiving, event)
 
     def _act(self, receiving: Receiving, action: Action) -> None:
         grant = receiving.grant
@@ -223,14 +232,30 @@ class Receiver:
         self._outbox.put(TransferOutcome(key, Side.RECEIVER, error, wire, seconds, aux))
 
 
-def _check_result(grant: Grant, peer: WorkerId, result: TransferResult) -> None:
+def _check_origin(grant: Grant, peer: WorkerId, result: TransferResult) -> None:
     """Raise RemoteProtocolError unless the result is about exactly the pages and lives of this grant."""
     if peer != grant.sender or result.sender != grant.sender or result.receiver != grant.receiver:
         raise RemoteProtocolError(
             f"result of {result.sender} for {result.receiver} came from {peer}; the grant is from {grant.sender} "
             f"to {grant.receiver}"
         )
-    if result.epochs != tuple(epochs.tobytes() for epochs in grant.pages.epochs):
+    # A sender that has no grant has none to echo; it can only say that nothing was done.
+    unknown = not result.epochs and result.status is not ResultStatus.OK
+    if not unknown and result.epochs != tuple(epochs.tobytes() for epochs in grant.pages.epochs):
         raise RemoteProtocolError("result echoes other slot epochs than the grant: it is for another life of the pages")
-    if result.status is ResultStatus.OK and (result.aux is None or not result.aux.first_tokens):
-        raise RemoteProtocolError("result is ok but carries no first token")
+
+
+def _check_content(receiving: Receiving, result: TransferResult) -> None:
+    """Raise RemoteProtocolError unless a good result accounts for every granted page and for the first token."""
+    grant, wire, aux = receiving.grant, result.wire, result.aux
+    if wire.num_pages != grant.pages.num_pages or (wire.num_slices == 0) != (wire.num_pages == 0):
+        raise RemoteProtocolError(
+            f"result accounts for {wire.num_pages} pages in {wire.num_slices} slices, {grant.pages.num_pages} pages "
+            "were granted"
+        )
+    if receiving.num_slices not in (None, wire.num_slices):
+        raise RemoteProtocolError(f"result says {wire.num_slices} slices, notices say {receiving.num_slices}")
+    if aux is None or len(aux.first_tokens) != 1 or len(aux.first_logprobs) != 1 or aux.draft_tokens:
+        raise RemoteProtocolError(f"result is ok but does not carry exactly one first token: {aux}")
+    if aux.usage.prompt_tokens != grant.prompt_tokens:
+        raise RemoteProtocolError(f"result is for {aux.usage.prompt_tokens} prompt tokens, not {grant.prompt_tokens}")

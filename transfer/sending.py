@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from kvferry.cache.errors import RemoteProtocolError, TransportError
 from kvferry.cache.page_table import BlockLists
 from kvferry.transfer.notice import Notice
-from kvferry.transfer.outcomes import Outbox, PagesInDoubt, PagesReusable, SendMessage, TransferOutcome, error_of
+from kvferry.transfer.outcomes import (
+    HangUp,
+    Outbox,
+    PagesInDoubt,
+    PagesReusable,
+    SendMessage,
+    TransferOutcome,
+    error_of,
+)
 from kvferry.transfer.peers import Peer, PeerBook
 from kvferry.transfer.plan import TransferPlan
 from kvferry.transfer.session import Action, Event, Exposure, Session, Side, may_reuse
@@ -58,6 +66,12 @@ class Sending:
     job: WriteJob | None = None
     plan: TransferPlan | None = None
     failure: Failure | None = None
+    canceller: WorkerId | None = None
+
+    @property
+    def receiver(self) -> WorkerId | None:
+        """Who hears how it ended: who was granted, or who cancelled before that."""
+        return self.grant.receiver if self.grant is not None else self.canceller
 
     def posted(self) -> None:
         self.owner.drive(self, Event.POST)
@@ -66,7 +80,7 @@ class Sending:
         self.owner.drive(self, Event.WRITTEN)
 
     def failed(self, message: str) -> None:
-        self.owner.fail(self, Failure("write_failed", Phase.WIRE, message))
+        self.owner.on_write_failed(self, message)
 
 
 class Sender:
@@ -84,6 +98,7 @@ class Sender:
         outbox: Outbox,
         clock: Callable[[], float],
         slice_bytes: int,
+        hang_up: HangUp,
     ) -> None:
         self._worker = worker
         self._transport = transport
@@ -92,11 +107,10 @@ class Sender:
         self._outbox = outbox
         self._clock = clock
         self._slice_bytes = slice_bytes
+        self._hang_up = hang_up
+        self._undelivered_to: set[WorkerId] = set()
         self._sendings: dict[TransferKey, Sending] = {}
         self.writer = Writer(transport, clock)
-
-    def __len__(self) -> int:
-        return len(self._sendings)
 
     def peers(self) -> set[WorkerId]:
         """Receivers that an open attempt is granted to."""
@@ -125,8 +139,26 @@ class Sender:
         """Stop an attempt; unknown ones are ignored."""
         sending = self._sendings.get(key)
         if sending is not None:
-            sending.failure = sending.failure or Failure("cancelled", Phase.WIRE, reason)
-            self.drive(sending, Event.CANCEL)
+            self._cancel(sending, reason)
+
+    def on_cancel(self, peer: WorkerId, key: TransferKey, reason: str) -> None:
+        """Stop an attempt on a peer's request. Whatever became of it, the peer hears whether its pages are quiet."""
+        sending = self._sendings.get(key)
+        if sending is None:
+            failure = Failure("unknown_transfer", Phase.WIRE, f"transfer {key} is not, or no longer, open here")
+            self._send(peer, self._refusal(peer, key, (), failure, quiet=peer not in self._undelivered_to))
+        elif sending.receiver in (None, peer):
+            sending.canceller = peer
+            self._cancel(sending, reason)
+        else:
+            log.warning("%s cancelled transfer %s, which is granted to %s: ignored", peer, key, sending.receiver)
+
+    def on_write_failed(self, sending: Sending, message: str) -> None:
+        """Fail an attempt and have the lane to its receiver wired again: after one failed write none can be trusted."""
+        self.fail(sending, Failure("write_failed", Phase.WIRE, message))
+        if sending.grant is not None:
+            self._peers.mark_broken(sending.grant.receiver)
+            self._hang_up(sending.grant.receiver, f"a write failed: {message}")
 
     def on_channel_lost(self, peer: WorkerId, reason: str) -> None:
         """Fail every attempt that is granted to this peer."""
@@ -153,12 +185,14 @@ class Sender:
                 self.drive(sending, Event.SETTLE)
 
     def drive(self, sending: Sending, event: Event) -> None:
-        """Move the session and do what its table asks."""
-        for action in sending.session.apply(event):
-            self._act(sending, action)
-        state = sending.session.state
-        if may_reuse(state) and self._sendings.pop(sending.offer.key, None) is not None:
+        """Move the session, give its pages back when they may be reused, and do what its table asks."""
+        actions = sending.session.apply(event)
+        if may_reuse(sending.session.state) and self._sendings.pop(sending.offer.key, None) is not None:
+            if sending.job is not None and sending.job.undelivered and sending.grant is not None:
+                self._undelivered_to.add(sending.grant.receiver)
             self._outbox.put(PagesReusable(sending.offer.key, Side.SENDER))
+        for action in actions:
+            self._act(sending, action)
 
     def _act(self, sending: Sending, action: Action) -> None:
         if action is Action.START_WRITES:
@@ -218,20 +252,25 @@ class Sender:
         if sending.session.state.exposure is Exposure.EXPOSED:
             self.drive(sending, Event.SETTLE if quiet else Event.DOUBT)
 
-    def _answer(self, sending: Sending) -> None:
-        if sending.grant is not None:
-            self._send(sending.grant.receiver, self._result(sending, sending.grant))
+    def _cancel(self, sending: Sending, reason: str) -> None:
+        sending.failure = sending.failure or Failure("cancelled", Phase.WIRE, reason)
+        self.drive(sending, Event.CANCEL)
 
-    def _result(self, sending: Sending, grant: Grant) -> TransferResult:
+    def _answer(self, sending: Sending) -> None:
+        if sending.receiver is not None:
+            self._send(sending.receiver, self._result(sending, sending.receiver))
+
+    def _result(self, sending: Sending, receiver: WorkerId) -> TransferResult:
         outcome = sending.session.state.outcome.value
         status = {"done": ResultStatus.OK, "cancelled": ResultStatus.CANCELLED}.get(outcome, ResultStatus.FAILED)
+        undelivered = sending.job is not None and sending.job.undelivered
         return TransferResult(
-            key=grant.key,
+            key=sending.offer.key,
             sender=self._worker,
-            receiver=grant.receiver,
+            receiver=receiver,
             status=status,
-            epochs=tuple(epochs.tobytes() for epochs in grant.pages.epochs),
-            quiet=may_reuse(sending.session.state),
+            epochs=_epochs(sending.grant) if sending.grant is not None else (),
+            quiet=may_reuse(sending.session.state) and not undelivered,
             wire=self._wire(sending),
             aux=sending.offer.aux if status is ResultStatus.OK else None,
             failure=None if status is ResultStatus.OK else sending.failure,
@@ -242,12 +281,14 @@ class Sender:
         state = "unknown here: expired, cancelled or never offered" if sending is None else sending.session.state
         failure = Failure("unknown_transfer", Phase.GRANT, f"transfer {grant.key} is {state}")
         log.warning("grant from %s refused: %s", peer, failure.message)
-        epochs = tuple(epochs.tobytes() for epochs in grant.pages.epochs)
-        quiet = sending is None
-        result = TransferResult(
-            grant.key, self._worker, peer, ResultStatus.FAILED, epochs, quiet=quiet, failure=failure
-        )
-        self._send(peer, result)
+        # A grant that was never served exposes nothing; but this peer's pages may be those of an earlier one.
+        quiet = peer not in self._undelivered_to if sending is None else sending.receiver != peer
+        self._send(peer, self._refusal(peer, grant.key, _epochs(grant), failure, quiet=quiet))
+
+    def _refusal(
+        self, peer: WorkerId, key: TransferKey, epochs: tuple[bytes, ...], failure: Failure, *, quiet: bool
+    ) -> TransferResult:
+        return TransferResult(key, self._worker, peer, ResultStatus.FAILED, epochs, quiet=quiet, failure=failure)
 
     def _wire(self, sending: Sending) -> WireReport:
         job, plan = sending.job, sending.plan
@@ -278,3 +319,7 @@ class Sender:
         self._outbox.put(TransferOutcome(key, Side.SENDER, error, wire, wire.seconds))
         if state.exposure is Exposure.IN_DOUBT:
             self._outbox.put(PagesInDoubt(key, Side.SENDER))
+
+
+def _epochs(grant: Grant) -> tuple[bytes, ...]:
+    return tuple(epochs.tobytes() for epochs in grant.pages.epochs)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from kvferry.cache.errors import CapacityError, TransportError
+from kvferry.cache.errors import CapacityError, ConfigError, TransportError
 from kvferry.cache.manager import Hold, KVCacheManager
 from kvferry.cache.page_table import BlockLists
 from kvferry.transfer.outcomes import (
+    HangUp,
     Outbox,
-    PagesInDoubt,
     PagesReusable,
     Report,
     SendMessage,
@@ -41,6 +41,8 @@ from kvferry.transfer.types import (
 log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.05
+SPIN_TURNS = 2000
+"""Turns without progress after which the thread looks at its writes less often: some tens of milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Transceiver:
         *,
         model_digest: str,
         send: SendMessage,
+        hang_up: HangUp,
         wake: Callable[[], None] = lambda: None,
         settings: TransceiverSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -85,7 +88,10 @@ class Transceiver:
         self._outbox = Outbox(wake)
         self._holds: dict[tuple[TransferKey, Side], Hold] = {}
         self._in_doubt: set[tuple[TransferKey, Side]] = set()
+        self._reported_failure = False
+        self._unready: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._next_sweep = 0.0
+        self._still_turns = 0
         transport.register(manager.storage.pools)
         self.info = RankInfo(
             worker=worker,
@@ -99,7 +105,7 @@ class Transceiver:
             page_table=manager.page_table(),
         )
         self._peers = PeerBook(self.info, transport)
-        self._sender = Sender(worker, transport, self._peers, send, self._outbox, clock, settings.slice_bytes)
+        self._sender = Sender(worker, transport, self._peers, send, self._outbox, clock, settings.slice_bytes, hang_up)
         self._receiver = Receiver(worker, self._peers, send, self._outbox, clock)
         self._reactor = Reactor(transport, self, clock)
         self._reactor.start()
@@ -113,7 +119,9 @@ class Transceiver:
 
         The sequence may be closed right after. `poll` reports the outcome.
 
-        Raises: CapacityError: too many open transfers. TransportError: the reactor ended.
+        Raises:
+            ConfigError: the key is open already. CapacityError: too many open transfers.
+            TransportError: the reactor ended.
         """
         ready = self._manager.storage.record_event()
         offer = Offer(key, prompt_tokens, pages, aux, self._clock() + timeout_seconds, ready)
@@ -124,11 +132,14 @@ class Transceiver:
     ) -> None:
         """Grant pages to a sender and wait for them. `poll` reports the outcome, with the aux record.
 
-        Raises: CapacityError: too many open transfers. TransportError: the reactor ended.
+        Nothing is granted before the device is done with what the pages were used for until now.
+
+        Raises: as `offer`.
         """
         grant = Grant(key, sender, self._worker, prompt_tokens, pages, timeout_seconds)
-        now = self._clock()
-        self._open(key, Side.RECEIVER, pages, lambda: self._receiver.request(grant, now))
+        now, ready = self._clock(), self._manager.storage.record_event()
+        start = lambda: self._receiver.request(grant, now)  # noqa: E731
+        self._open(key, Side.RECEIVER, pages, lambda: self._when(ready, start))
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         """Stop an attempt on whichever side it is here. Its pages come back when they are quiet. Idempotent."""
@@ -142,7 +153,7 @@ class Transceiver:
                 outcomes.append(report)
             else:
                 self._settle(report)
-        return outcomes
+        return outcomes + self._broken_outcomes()
 
     def quarantined_slots(self) -> tuple[int, ...]:
         """Slots per pool group that are out of circulation because nobody can prove they are quiet."""
@@ -152,11 +163,13 @@ class Transceiver:
 
     @property
     def num_sending(self) -> int:
-        return sum(side is Side.SENDER for _, side in self._holds)
+        """Attempts out that are not over."""
+        return self._count(Side.SENDER)
 
     @property
     def num_receiving(self) -> int:
-        return sum(side is Side.RECEIVER for _, side in self._holds)
+        """Attempts in that are not over."""
+        return self._count(Side.RECEIVER)
 
     # ---- any thread
 
@@ -182,17 +195,21 @@ class Transceiver:
         self._reactor.submit(lambda: self._receiver.on_result(peer, result))
 
     def on_cancel(self, peer: WorkerId, cancel: Cancel) -> None:
-        self._reactor.submit(lambda: self._sender.cancel(cancel.key, f"cancelled by {peer}: {cancel.reason}"))
+        self._reactor.submit(lambda: self._sender.on_cancel(peer, cancel.key, f"cancelled by {peer}: {cancel.reason}"))
 
     def on_channel_up(self, peer: WorkerId) -> None:
         log.info("channel to %s is up", peer)
-        self._reactor.submit(lambda: self._peers.on_channel(peer, +1))
+        self._reactor.submit(lambda: self._greet(peer))
 
     def on_channel_lost(self, peer: WorkerId, reason: str) -> None:
         try:
             self._reactor.submit(lambda: self._lose(peer, reason))
         except TransportError:
             log.info("channel to %s ended while closing: %s", peer, reason)
+
+    def abandon(self, reason: str) -> "Future[None]":
+        """Fail every open attempt, so that peers hear of it before the control plane closes."""
+        return self._reactor.call(lambda: self._abandon(Failure("peer_lost", Phase.WIRE, reason)))
 
     def close(self, timeout_seconds: float) -> bool:
         """Stop the reactor and the transport. Returns False, leaving the agent alive, when it did not stop in time."""
@@ -208,40 +225,39 @@ class Transceiver:
         self._receiver.on_notification(notification)
 
     def advance(self, now: float) -> float:
-        self._sender.writer.advance()
+        moved = self._sender.writer.advance()
+        self._start_ready()
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_SECONDS
             self._sender.expire(now)
             self._receiver.expire(now)
             self._peers.forget_lost(self._sender.peers() | self._receiver.peers())
         if self._sender.writer.busy:
-            return 0.0
-        return WAITING_SECONDS if len(self._receiver) else IDLE_SECONDS
+            self._still_turns = 0 if moved else self._still_turns + 1
+            return 0.0 if self._still_turns < SPIN_TURNS else WAITING_SECONDS
+        return WAITING_SECONDS if self._receiver.waiting or self._unready else IDLE_SECONDS
 
     def on_reactor_failed(self, error: Exception) -> None:
-        failure = Failure("transport_failed", Phase.WIRE, f"the transport thread ended: {error}")
-        for key, side in tuple(self._holds):
-            typed = error_of(key, "", failure)
-            self._outbox.put(TransferOutcome(key, side, typed, WireReport(), 0.0))
-            self._outbox.put(PagesInDoubt(key, side))
+        self._outbox.wake()
 
     # ---- private
 
     def _open(self, key: TransferKey, side: Side, pages: BlockLists, start: Callable[[], None]) -> None:
-        if len(self._holds) >= self._settings.max_transfers:
+        if (key, side) in self._holds:
+            raise ConfigError(f"transfer {key} is open here already as {side.value}: a key serves one attempt")
+        if len(self._holds) - len(self._in_doubt) >= self._settings.max_transfers:
             raise CapacityError(
                 f"{len(self._holds)} transfers are open, the limit is {self._settings.max_transfers}: retry when some "
                 "ended, or raise max_transfers",
                 requested=(1,),
                 available=(0,),
             )
-        hold = self._manager.hold(pages)
+        self._holds[key, side] = self._manager.hold(pages)
         try:
             self._reactor.submit(start)
         except (TransportError, CapacityError):
-            self._manager.release(hold)
+            self._manager.release(self._holds.pop((key, side)))
             raise
-        self._holds[key, side] = hold
 
     def _settle(self, report: Report) -> None:
         entry = (report.key, report.side)
@@ -250,6 +266,39 @@ class Transceiver:
             self._manager.release(self._holds.pop(entry))
         else:
             self._in_doubt.add(entry)
+
+    def _count(self, side: Side) -> int:
+        return sum(entry[1] is side and entry not in self._in_doubt for entry in self._holds)
+
+    def _broken_outcomes(self) -> list[TransferOutcome]:
+        """When the reactor ended, every attempt fails once, and its pages are in doubt: nobody can prove anything."""
+        if self._reactor.failure is None or self._reported_failure:
+            return []
+        self._reported_failure = True
+        failure = Failure("transport_failed", Phase.WIRE, f"the transport thread ended: {self._reactor.failure}")
+        left = [entry for entry in self._holds if entry not in self._in_doubt]
+        self._in_doubt.update(left)
+        return [TransferOutcome(key, side, error_of(key, "", failure), WireReport(), 0.0) for key, side in left]
+
+    def _when(self, ready: Callable[[], bool], start: Callable[[], None]) -> None:
+        if ready():
+            start()
+        else:
+            self._unready.append((ready, start))
+
+    def _start_ready(self) -> None:
+        due = [start for ready, start in self._unready if ready()]
+        self._unready = [entry for entry in self._unready if entry[1] not in due]
+        for start in due:
+            start()
+
+    def _greet(self, peer: WorkerId) -> None:
+        self._peers.on_channel(peer, +1)
+        self._receiver.on_channel_up(peer)
+
+    def _abandon(self, failure: Failure) -> None:
+        self._sender.fail_all(failure)
+        self._receiver.fail_all(failure)
 
     def _cancel(self, key: TransferKey, reason: str) -> None:
         self._sender.cancel(key, reason)

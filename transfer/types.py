@@ -161,9 +161,10 @@ class TransferResult:
     """The sender's last word on an attempt.
 
     Attributes:
-        epochs: the grant's slot epochs, echoed, so that a result for an earlier life of a slot is refused.
-        quiet: the sender proves that no write of this attempt is or will be under way: it never posted one, or every
-            post ended and was let go by the transport.
+        epochs: the grant's slot epochs, echoed, so that a result for an earlier life of a slot is refused; empty when
+            the sender has no grant to echo.
+        quiet: the sender proves that no byte of this attempt is or will be on its way: it never posted a write, or
+            every write was done. That the transport let go of the source is not enough.
         aux: present exactly when status is OK.
     """
 

@@ -37,6 +37,7 @@ class WriteJob:
     Attributes:
         notification: payload for the slice of that index.
         ready: whether the source bytes are final (a device event).
+        undelivered: some write ended without being done: the source is let go, but its bytes may still land.
     """
 
     peer: str
@@ -51,6 +52,7 @@ class WriteJob:
     num_descriptors: int = 0
     started_at: float = 0.0
     ended_at: float = 0.0
+    undelivered: bool = False
     under_way: list[Post] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -76,13 +78,12 @@ class Writer:
         """Queue a job behind the others to its peer."""
         self._queues.setdefault(job.peer, deque()).append(job)
 
-    def advance(self) -> None:
-        """Post at most one slice per peer, poll all posts, report jobs that ended."""
-        for peer in list(self._queues):
-            self._post_next(self._queues[peer])
-        for job in self._jobs():
-            self._poll(job)
+    def advance(self) -> bool:
+        """Post at most one slice per peer, poll all posts, report jobs that ended. Returns whether anything moved."""
+        moved = [self._post_next(self._queues[peer]) for peer in list(self._queues)]
+        moved += [self._poll(job) for job in self._jobs()]
         self._queues = {peer: jobs for peer, jobs in self._queues.items() if jobs}
+        return any(moved)
 
     def abort(self, job: WriteJob) -> bool:
         """Post no more of a job and try to take back what is under way.
@@ -91,18 +92,20 @@ class Writer:
         """
         job.slices.clear()
         self._remove(job)
-        job.under_way = [post for post in job.under_way if not self._let_go(post)]
+        job.under_way = [post for post in job.under_way if not self._let_go(job, post)]
         return not job.under_way
 
     def _jobs(self) -> Iterable[WriteJob]:
         return [job for jobs in self._queues.values() for job in jobs]
 
-    def _post_next(self, jobs: deque[WriteJob]) -> None:
+    def _post_next(self, jobs: deque[WriteJob]) -> bool:
         if sum(len(job.under_way) for job in jobs) >= MAX_POSTS_PER_PEER:
-            return
+            return False
         job = next((job for job in jobs if job.slices), None)
-        if job is not None and job.ready():
-            self._post(job)
+        if job is None or not job.ready():
+            return False
+        self._post(job)
+        return True
 
     def _post(self, job: WriteJob) -> None:
         if job.num_posted == 0:
@@ -120,13 +123,15 @@ class Writer:
         job.num_descriptors += post.num_descriptors
         job.under_way.append(post)
 
-    def _poll(self, job: WriteJob) -> None:
+    def _poll(self, job: WriteJob) -> bool:
+        before = len(job.under_way)
         for post in list(job.under_way):
             state = self._transport.poll(post)
             if state is PostState.FAILED:
+                job.undelivered = True
                 self._remove(job)
                 job.listener.failed(f"write to {job.peer} failed: {post.error}")
-                return
+                return True
             if state is PostState.DONE:
                 job.under_way.remove(post)
                 self._transport.release(post)
@@ -134,10 +139,14 @@ class Writer:
             job.ended_at = self._clock()
             self._remove(job)
             job.listener.written()
+        return len(job.under_way) < before
 
-    def _let_go(self, post: Post) -> bool:
-        """DONE posts are let go for good; others only if the library gives them up."""
-        return self._transport.poll(post) is PostState.DONE or self._transport.release(post)
+    def _let_go(self, job: WriteJob, post: Post) -> bool:
+        """Whether the source is no longer read. Only a post that is done has also stopped writing."""
+        done = self._transport.poll(post) is PostState.DONE
+        released = self._transport.release(post)
+        job.undelivered = job.undelivered or (released and not done)
+        return released
 
     def _remove(self, job: WriteJob) -> None:
         jobs = self._queues.get(job.peer)

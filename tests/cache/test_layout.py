@@ -79,7 +79,7 @@ def test_spec_gemma3_style_config_reads_windows_and_heads() -> None:
     model = from_transformers_config(config)
     assert [layer.window for layer in model.layers] == [512] * 5 + [None]
     assert model.layers[0].buffers == (BufferSpec("key", 1, 256), BufferSpec("value", 1, 256))
-    assert (model.name, model.dtype, model.bytes_per_token) == ("Gemma3ForConditionalGeneration", "bfloat16", 6144)
+    assert (model.name, model.dtype, model.item_bytes) == ("Gemma3ForConditionalGeneration", "bfloat16", 2)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_max_live_blocks_equals_exact_maximum(tokens_per_block: int, headroom: i
         life_cycle = LifeCycle(window)
         span = range(3 * window + 3 * tokens_per_block + 2)
         exact = max(life_cycle.live_blocks(history, history + headroom, tokens_per_block) for history in span)
-        assert life_cycle.max_live_blocks(headroom, tokens_per_block, 10**6) == exact
+        assert life_cycle.max_live_blocks(headroom, tokens_per_block) == exact
 
 
 @pytest.mark.parametrize("window, sink_blocks", [(0, 0), (-1, 0), (None, 1), (8, -1)])

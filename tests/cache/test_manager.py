@@ -134,8 +134,9 @@ def test_reservations_are_kept_within_the_pools() -> None:
         manager.create_sequence("c", (9,))
     assert caught.value.permanent
     first.resize(capacity=8)
-    manager.settle_reservation(first)
-    assert manager.admissible() == (6,)
+    assert manager.admissible() == (3,)
+    first.close()
+    assert manager.admissible() == (8,)
 
 
 def test_hold_keeps_pages_after_close_until_release() -> None:

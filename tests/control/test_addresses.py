@@ -1,7 +1,7 @@
 import pytest
 
 from kvferry.cache.errors import ConfigError
-from kvferry.transfer.control.addresses import Address, parse_address
+from kvferry.transfer.control.addresses import Address, AddressError, checked_address, parse_address
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,23 @@ def test_address_is_read_and_shown(text: str, address: Address, shown: str, loop
 
 @pytest.mark.parametrize(
     "text",
-    ["", "host", "host:", ":80", "host:-1", "host:65536", "host:8o", "::1:80", "[::1]", "a b:80", "unix:/x:1", "h:²"],
+    [
+        *("", "host", "host:", ":80", "host:-1", "host:65536", "host:8o", "::1:80", "[::1]", "a b:80", "unix:/x:1"),
+        *("h:²", "h:" + "1" * 5000, "[host]:80", "[1.2.3.4]:80", "h:80\n", "h\n:80", "[fe80::1%lo]:80", "[]:80"),
+    ],
 )
 def test_malformed_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="address"):
         parse_address(text)
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0:80", "worker-7:80", "[::]:80", "192.0.2.1:80"])
+def test_address_beyond_this_machine_is_refused_with_the_rule(text: str) -> None:
+    with pytest.raises(AddressError) as caught:
+        checked_address(text, purpose="listen on")
+    assert str(caught.value) == f"address {text!r}: {caught.value.rule}"
+    assert caught.value.rule == (
+        "will not listen on it without encryption: until TLS exists, only loopback addresses (127.0.0.1, localhost, "
+        "[::1]) are allowed"
+    )
+    assert checked_address(text, purpose="listen on", allow_insecure=True) == parse_address(text)

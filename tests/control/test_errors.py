@@ -7,6 +7,7 @@ import pytest
 from kvferry.cache import errors
 from kvferry.cache.errors import (
     CapacityError,
+    ComputeError,
     ConfigError,
     ControlError,
     DeadlineExceeded,
@@ -50,6 +51,7 @@ EXAMPLES: list[KVError] = [
     Unavailable("going down", peer="prefill-0"),
     DeadlineExceeded("took too long", peer="prefill-0"),
     UnknownMember("who?"),
+    ComputeError("logits for position 7 peak at nan"),
     InvariantError("free 3 + held 4 != 8"),
     KVError("something else"),
 ]

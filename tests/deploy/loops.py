@@ -133,12 +133,10 @@ class Node:
 
 
 @contextlib.contextmanager
-def nodes(
-    num_slots: int = 64, *, transfer_timeout_seconds: float = 30.0, **settings: int
-) -> Iterator[tuple[Node, Node]]:
+def nodes(num_slots: int = 64, *, hold_seconds: float = 30.0, **settings: int) -> Iterator[tuple[Node, Node]]:
     """A prefill and a decode node, paired. At the end both are idle unless their loop failed."""
     bounds = {"max_waiting": 8, "max_running": 4, "max_held": 4, "max_seq_len_tokens": 400, "prefill_chunk_tokens": 16}
-    loop_settings = LoopSettings(**{**bounds, **settings}, transfer_timeout_seconds=transfer_timeout_seconds)
+    loop_settings = LoopSettings(**{**bounds, **settings}, transfer_timeout_seconds=30.0, hold_seconds=hold_seconds)
     made = [_node(name, num_slots, loop_settings) for name in ("p", "d")]
     for node, other, role in zip(made, reversed(made), (Role.BOTH, Role.DECODE), strict=True):
         node.end.transceiver = Transceiver(
@@ -148,6 +146,7 @@ def nodes(
             LoopbackTransport(f"{node.end.worker.name}-{next(_numbers)}"),
             model_digest="d",
             send=lambda _, message, end=node.end, other=other.end: deliver(end, other, message),
+            hang_up=lambda worker, reason, end=node.end: end.hung_up.append((worker, reason)),
             wake=node.loop.wake,
         )
     for node, other in zip(made, reversed(made), strict=True):

@@ -3,16 +3,20 @@
 import re
 
 import pytest
+import torch
 
 from kvferry.cache.errors import (
     CapacityError,
+    ComputeError,
     ConfigError,
     DeadlineExceeded,
     TransferCancelled,
     TransferError,
     TransferTimeout,
+    TransportError,
     Unavailable,
 )
+from kvferry.cache.sequence import SequenceCache
 from kvferry.deploy.requests import Request
 from kvferry.transfer.types import TransferKey, TransferResult
 from tests.deploy.loops import WAIT_SECONDS, Node, Sink, nodes
@@ -146,7 +150,7 @@ def test_deadline_passes_in_every_phase() -> None:
 
 
 def test_prompt_that_expired_is_unknown_to_the_decode_request() -> None:
-    with nodes(transfer_timeout_seconds=0.05) as (prefill, decode):
+    with nodes(hold_seconds=0.05) as (prefill, decode):
         request = prefill.request(30, hand_over=True)
         reply = prefill.submit(request).wait().reply
         wait_until(prefill.is_idle, WAIT_SECONDS, "the offer timed out")
@@ -206,3 +210,58 @@ def test_stop_fails_what_is_left_and_refuses_more() -> None:
         assert all(isinstance(sink.wait().error, Unavailable) for sink in sinks)
         with pytest.raises(Unavailable, match="shutting down"):
             prefill.submit(prefill.request(4))
+
+
+def test_call_that_nobody_waits_for_any_more_does_not_stop_the_loop() -> None:
+    with nodes() as (prefill, _):
+        prefill.engine.gate.clear()
+        computing = prefill.submit(prefill.request(10))
+        wait_until(lambda: prefill.engine.num_forward, WAIT_SECONDS, "it computes")
+        abandoned = prefill.loop.call(lambda: 1)
+        assert abandoned.cancel()
+        prefill.engine.gate.set()
+        assert computing.wait().error is None
+        assert prefill.loop.call(lambda: 2).result(WAIT_SECONDS) == 2
+
+
+def test_what_the_model_cannot_compute_ends_that_request_only() -> None:
+    with nodes() as (prefill, _):
+        computing = prefill.engine.forward
+
+        def fail(sequence: SequenceCache, token_ids: object) -> torch.Tensor:
+            prefill.engine.forward = computing  # type: ignore[method-assign]
+            raise RuntimeError("not enough memory")
+
+        prefill.engine.forward = fail  # type: ignore[method-assign]
+        assert isinstance(prefill.submit(prefill.request(10)).wait().error, ComputeError)
+        assert prefill.submit(prefill.request(10)).wait().error is None
+
+
+def test_second_decode_with_the_same_key_is_refused_and_the_first_goes_on() -> None:
+    with nodes() as (prefill, decode):
+        prefill.end.bend = lambda message: held.append(message) if isinstance(message, TransferResult) else message
+        held: list[TransferResult] = []
+        request = prefill.request(30, hand_over=True)
+        reply = prefill.submit(request).wait().reply
+        first, second = (decode.submit(decode.fetch(request, reply)) for _ in range(2))
+        assert isinstance(second.wait().error, ConfigError)
+        wait_until(lambda: held, WAIT_SECONDS, "the sender's result")
+        decode.end.transceiver.on_result(prefill.end.worker, held[0])
+        assert first.wait().error is None
+
+
+def test_broken_transport_ends_the_loop_and_every_request_and_says_so() -> None:
+    with nodes() as (prefill, decode):
+        request = prefill.request(30, hand_over=True)
+        reply = prefill.submit(request).wait().reply
+        prefill.end.bend = lambda message: None
+        waiting = decode.submit(decode.fetch(request, reply))
+        wait_until(lambda: decode.end.transceiver.num_receiving, WAIT_SECONDS, "the grant is out")
+
+        def broken() -> list[object]:
+            raise TransportError("loopback", "BROKEN", "broken by the test")
+
+        decode.end.transceiver._transport.notifications = broken  # type: ignore[method-assign,assignment]
+        assert "broken by the test" in str(waiting.wait().error)
+        assert decode.failed.wait(WAIT_SECONDS)
+        prefill.loop.cancel(reply.key, "the test is over")

@@ -32,7 +32,7 @@ def test_demo_missing_model_path_is_refused() -> None:
         (("demo", "--prefill", "0"), ("--prefill is 0",)),
         (("demo", "--decode", "-1"), ("--decode is -1",)),
         (("demo", "--nonsense"), ("--nonsense",)),
-        (("demo", "--max-new-tokens", "many"), ("--max-new-tokens", "integer")),
+        (("demo", "--max-new-tokens", "many"), ("--max-new-tokens", "integer", "many")),
         (("nonsense",), ("nonsense",)),
         (("worker", "--role", "prefill"), ("directory",)),
         (("worker", "--role", "cook", "--directory", "127.0.0.1:1"), ("role", "cook")),

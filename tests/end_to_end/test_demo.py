@@ -1,6 +1,7 @@
 """`kvferry demo`, as its JSON tells it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -31,9 +32,12 @@ PROMPT = "ferry " * 120
 
 @pytest.mark.xdist_group("demo")
 @pytest.mark.parametrize("model", GROUPS)
-def test_demo_json_says_identical_and_how(model: str) -> None:
-    ended = run("demo", "--model", model, "--prompt", PROMPT, "--max-new-tokens", "16", "--json")
+def test_demo_json_says_identical_and_how(model: str, tmp_path: Path) -> None:
+    arguments = ("demo", "--model", model, "--prompt", PROMPT, "--max-new-tokens", "16", "--json")
+    ended = run(*arguments, environ={"TMPDIR": str(tmp_path)})
+    # Exit code 0 also says that every child ended well when told to; one that was killed would leave its folder behind.
     assert (ended.code, ended.err) == (0, "")
+    assert list(tmp_path.glob("kvferry-*")) == []
     told = json.loads(ended.out)
     assert set(told) >= KEYS
     assert told["identical"] is True

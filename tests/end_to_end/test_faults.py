@@ -17,6 +17,7 @@ from tests.processes import command_line, started_processes
 
 MODEL = "tiny-gpt-oss"
 NOTICED_SECONDS = 15.0
+INTERRUPT_SECONDS = 20.0
 pytestmark = pytest.mark.xdist_group("faults")
 
 
@@ -57,8 +58,8 @@ def test_worker_killed_during_a_request_gives_a_typed_error_in_time(victim: str)
         wait_until(service.is_idle, 15.0, "the other worker has every page free again")
 
 
-def test_prompt_whose_decode_never_comes_is_released_after_the_timeout() -> None:
-    with serving(model=MODEL, transfer={"timeout_seconds": 1.0}) as service:
+def test_prompt_whose_decode_never_comes_is_released_after_hold_seconds() -> None:
+    with serving(model=MODEL, transfer={"hold_seconds": 1.0}) as service:
 
         async def prefill_only() -> None:
             endpoint = service.worker("prefill-0").endpoint
@@ -109,7 +110,7 @@ def test_demo_interrupted_leaves_no_process_and_no_shared_memory(moment: str) ->
     else:
         demo.stdout.read(1)
     demo.send_signal(signal.SIGINT)
-    ended = finish(demo)
+    ended = finish(demo, INTERRUPT_SECONDS)
     assert ended.code == 130
     assert "kvferry: interrupted" in ended.err
     assert not started_processes()

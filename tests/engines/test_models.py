@@ -1,6 +1,7 @@
 """What a user may name as a model, and the one clear line for everything else."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,3 +153,13 @@ def test_oracle_keeps_the_end_of_sequence_token_and_stops(model_of: ModelOf) -> 
         model.tokenizer.eos_token_ids = kept
     assert ended.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[7]) + 1]
     assert ended.logprobs == free.logprobs[: len(ended.token_ids)]
+
+
+def test_digest_tells_models_apart_that_differ_only_in_their_weights(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weights[name] = weights[name] * 1.001
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    assert load_model(str(folder)).digest == load_model(str(folder)).digest != load_model(str(other)).digest

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.cache.errors import ConfigError, InvariantError
+from kvferry.cache.errors import ComputeError, ConfigError
 from kvferry.transfer.engines.sampling import check_sampling, finish_reason, sample
 from kvferry.transfer.inference import SamplingParams
 
@@ -74,12 +74,12 @@ def test_huge_temperature_is_uniform() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_not_numbers_raise(bad: float) -> None:
-    with pytest.raises(InvariantError, match="position 7"):
+    with pytest.raises(ComputeError, match="position 7"):
         sample(torch.tensor([0.0, bad, 1.0]), GREEDY, 7)
 
 
 def test_logits_that_are_all_minus_infinity_raise() -> None:
-    with pytest.raises(InvariantError):
+    with pytest.raises(ComputeError):
         sample(torch.full((3,), float("-inf")), GREEDY, 0)
 
 

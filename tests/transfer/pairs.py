@@ -22,7 +22,11 @@ Message = Grant | TransferResult | Cancel
 Bend = Callable[[Message], Message | None]
 """What the control plane makes of a message; None loses it after it was accepted."""
 
-AUX = AuxRecord((42,), (-0.5,), Usage(30))
+
+def aux_of(prompt_tokens: int) -> AuxRecord:
+    return AuxRecord((42,), (-0.5,), Usage(prompt_tokens))
+
+
 PROMPT_TOKENS = 30
 WAIT_SECONDS = 10.0
 
@@ -49,6 +53,7 @@ class End:
     sent: list[Message] = field(default_factory=list)
     bend: Bend = lambda message: message
     connected: bool = True
+    hung_up: list[tuple[WorkerId, str]] = field(default_factory=list)
     transceiver: Transceiver = None  # type: ignore[assignment]
 
     def poll(self) -> list[TransferOutcome]:
@@ -104,7 +109,7 @@ class Pair:
     def offer(
         self, key: TransferKey, sequence: SequenceCache, tokens: int = PROMPT_TOKENS, timeout: float = 60.0
     ) -> None:
-        self.sender.transceiver.offer(key, sequence.pages(tokens), tokens, AUX, timeout)
+        self.sender.transceiver.offer(key, sequence.pages(tokens), tokens, aux_of(tokens), timeout)
 
     def request(
         self, key: TransferKey, sequence: SequenceCache, tokens: int = PROMPT_TOKENS, timeout: float = 60.0
@@ -147,6 +152,7 @@ def pair(
             transports(f"{end.worker.name}-{next(_numbers)}"),
             model_digest="d",
             send=lambda _, message, end=end, other=other: deliver(end, other, message),
+            hang_up=lambda worker, reason, end=end: end.hung_up.append((worker, reason)),
             settings=TransceiverSettings(**settings),
             clock=clock,
         )

@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
+import threading
 
 import numpy as np
 import pytest
 
 from kvferry.cache.errors import (
     CapacityError,
+    ConfigError,
     IncompatiblePeer,
     PeerLost,
     TransferCancelled,
@@ -15,13 +17,14 @@ from kvferry.cache.errors import (
     TransferTimeout,
     TransportError,
 )
+from kvferry.cache.sequence import SequenceCache
 from kvferry.transfer.receiving import SETTLE_SECONDS
 from kvferry.transfer.session import Side
 from kvferry.transfer.transport.base import Post, PostState
 from kvferry.transfer.transport.loopback import LoopbackTransport
-from kvferry.transfer.types import Cancel, Grant, TransferResult
+from kvferry.transfer.types import Cancel, Grant, TransferKey, TransferResult, WorkerId
 from tests.helpers import wait_until
-from tests.transfer.pairs import AUX, PROMPT_TOKENS, WAIT_SECONDS, End, Message, Pair, pair
+from tests.transfer.pairs import PROMPT_TOKENS, WAIT_SECONDS, End, Message, Pair, aux_of, pair
 
 
 def lose(kind: type) -> "object":
@@ -40,7 +43,7 @@ def test_pages_arrive_byte_for_byte_and_everything_is_free_afterwards(tokens: in
         running.offer(key, source, tokens)
         running.request(key, target, tokens)
         outcome = running.wait_outcome(running.receiver)
-        assert (outcome.key, outcome.side, outcome.error, outcome.aux) == (key, Side.RECEIVER, None, AUX)
+        assert (outcome.key, outcome.side, outcome.error, outcome.aux) == (key, Side.RECEIVER, None, aux_of(tokens))
         assert running.receiver.page_bytes(target) == running.sender.page_bytes(source)
         assert outcome.wire.num_pages == len(running.sender.page_bytes(source))
         assert outcome.wire.num_bytes == sum(map(len, running.sender.page_bytes(source)))
@@ -341,7 +344,7 @@ def test_result_without_a_first_token_is_refused() -> None:
     def strip(message: Message) -> Message:
         return dataclasses.replace(message, aux=None) if isinstance(message, TransferResult) else message
 
-    check_refused_result(strip, "no first token")
+    check_refused_result(strip, "exactly one first token")
 
 
 def check_refused_result(bend: "object", story: str) -> None:
@@ -410,7 +413,7 @@ def test_foreign_and_late_notifications_change_nothing() -> None:
         wait_until(
             lambda: len([m for m in running.sender.sent if isinstance(m, TransferResult)]) == 2, 5.0, "an answer"
         )
-        assert failed[0].aux == AUX
+        assert failed[0].aux == aux_of(PROMPT_TOKENS)
         assert running.receiver.poll() == running.receiver.outcomes
         assert len(running.receiver.outcomes) == 1
 
@@ -464,3 +467,184 @@ def test_cancel_message_for_an_unknown_transfer_is_ignored() -> None:
         running.offer(key, source)
         running.request(key, target)
         assert running.wait_outcome(running.receiver).error is None
+
+
+class LetsGo(LoopbackTransport):
+    """Writes that fail after they were handed over: the source is let go, the bytes may still be on their way."""
+
+    failing = True
+
+    def poll(self, post: Post) -> PostState:
+        state = super().poll(post)
+        return PostState.FAILED if type(self).failing else state
+
+
+def start_transfer(running: Pair, **limits: float) -> tuple[TransferKey, SequenceCache, SequenceCache]:
+    source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
+    running.offer(key, source)
+    running.request(key, target, **limits)
+    return key, source, target
+
+
+def test_source_let_go_without_done_frees_the_source_but_proves_nothing_to_the_receiver() -> None:
+    LetsGo.failing = True
+    with pair(LetsGo) as running:
+        running.receiver.transceiver.on_channel_up(running.sender.worker)
+        _, source, target = start_transfer(running)
+        # What the transport does after it gave up a write: here, nothing; the notices of the test's copy are dropped.
+        running.receiver.transceiver.on_notification = lambda notification: None  # type: ignore[method-assign]
+        pages = len(running.receiver.page_bytes(target))
+        assert isinstance(running.wait_outcome(running.receiver).error, TransferError)
+        source.close()
+        target.close()
+        wait_until(running.sender.is_empty, WAIT_SECONDS, "the source is free")
+        running.clock.now += SETTLE_SECONDS + 1.0
+        wait_until(lambda: total_quarantined(running) == pages, WAIT_SECONDS, "the target is in quarantine")
+        # Asking again does not help: the sender let go of writes to this receiver without seeing them done.
+        running.receiver.transceiver.on_channel_up(running.sender.worker)
+        wait_until(lambda: len(results(running)) == 2, WAIT_SECONDS, "the sender answered again")
+        assert [result.quiet for result in results(running)] == [False, False]
+        assert total_quarantined(running) == pages
+
+
+def results(running: Pair) -> list[TransferResult]:
+    return [message for message in running.sender.sent if isinstance(message, TransferResult)]
+
+
+def test_failed_write_hangs_up_and_the_next_pairing_wires_the_lane_again() -> None:
+    LetsGo.failing = True
+    with pair(LetsGo) as running:
+        start_transfer(running)
+        running.wait_outcome(running.sender)
+        wait_until(lambda: running.sender.hung_up, WAIT_SECONDS, "the control plane is asked to close the channel")
+        assert running.sender.hung_up[0][0] == running.receiver.worker
+        LetsGo.failing = False
+        running.sender.transceiver.pair(running.receiver.transceiver.info).result(WAIT_SECONDS)
+        key, _, _ = start_transfer(running)
+        wait_until(
+            lambda: any(o.key == key and o.error is None for o in running.receiver.poll()),
+            WAIT_SECONDS,
+            "it works again",
+        )
+        running.clock.now += 1.0
+
+
+def test_answer_to_a_repeated_cancel_ends_the_doubt() -> None:
+    with pair() as running:
+        running.sender.bend = lose(TransferResult)
+        running.receiver.transceiver.on_notification = lambda notification: None  # type: ignore[method-assign]
+        _, source, target = start_transfer(running)
+        running.wait_outcome(running.sender)
+        running.receiver.transceiver.on_channel_lost(running.sender.worker, "stream broke")
+        assert isinstance(running.wait_outcome(running.receiver).error, PeerLost)
+        target.close()
+        source.close()
+        wait_until(lambda: total_quarantined(running) > 0, WAIT_SECONDS, "pages are in quarantine")
+        running.sender.bend = lambda message: message
+        running.receiver.transceiver.on_channel_up(running.sender.worker)
+        wait_until(running.receiver.is_empty, WAIT_SECONDS, "the sender says that all its writes were done")
+
+
+def test_good_result_that_came_before_a_timeout_is_proof_when_it_passes() -> None:
+    with pair() as running:
+        running.receiver.transceiver.on_notification = lambda notification: None  # type: ignore[method-assign]
+        _, _, target = start_transfer(running, timeout=5.0)
+        wait_until(lambda: results(running), WAIT_SECONDS, "the sender's result")
+        running.clock.now += 6.0
+        assert isinstance(running.wait_outcome(running.receiver).error, TransferTimeout)
+        target.close()
+        wait_until(running.receiver.is_empty, WAIT_SECONDS, "the sender's word was kept")
+
+
+def test_key_that_is_open_already_is_refused_and_the_first_attempt_goes_on() -> None:
+    with pair() as running:
+        held: list[Message] = []
+        running.receiver.bend = lambda message: held.append(message)
+        key, _, _ = start_transfer(running)
+        again = running.receiver.room(PROMPT_TOKENS)
+        with pytest.raises(ConfigError, match="serves one attempt"):
+            running.request(key, again)
+        again.close()
+        wait_until(lambda: held, WAIT_SECONDS, "the grant is under way")
+        assert isinstance(held[0], Grant)
+        running.sender.transceiver.on_grant(running.receiver.worker, held[0])
+        assert running.wait_outcome(running.receiver).error is None
+
+
+@pytest.mark.parametrize(
+    "change, story",
+    [
+        (lambda r: dataclasses.replace(r, wire=dataclasses.replace(r.wire, num_slices=0, num_pages=0)), "0 pages in 0"),
+        (lambda r: dataclasses.replace(r, wire=dataclasses.replace(r.wire, num_pages=3)), "accounts for 3 pages"),
+        (lambda r: dataclasses.replace(r, wire=dataclasses.replace(r.wire, num_slices=0)), "in 0 slices"),
+        (lambda r: dataclasses.replace(r, aux=aux_of(7)), "7 prompt tokens, not 30"),
+        (
+            lambda r: dataclasses.replace(r, aux=dataclasses.replace(r.aux, first_tokens=(1, 2))),
+            "exactly one first token",
+        ),
+        (
+            lambda r: dataclasses.replace(r, aux=dataclasses.replace(r.aux, draft_tokens=(1,))),
+            "exactly one first token",
+        ),
+    ],
+    ids=["nothing written", "fewer pages", "no slices", "other prompt", "two tokens", "draft tokens"],
+)
+def test_good_result_must_account_for_every_page_and_one_token(change: "object", story: str) -> None:
+    check_refused_result(
+        lambda m: change(m) if isinstance(m, TransferResult) and m.aux else m,  # type: ignore[operator]
+        story,
+    )
+
+
+def test_cancel_from_a_stranger_does_not_stop_a_granted_transfer() -> None:
+    with pair(Stuck) as running:
+        Stuck.gives_up = True
+        key, _, _ = start_transfer(running)
+        wait_until(lambda: running.receiver.sent, WAIT_SECONDS, "the grant was delivered")
+        stranger = WorkerId("stranger", 1)
+        running.sender.transceiver.on_cancel(stranger, Cancel(key, stranger, "mischief"))
+        error = running.wait_outcome(running.sender).error
+        assert error is not None
+        assert "mischief" not in str(error)
+
+
+def test_grant_waits_until_the_device_is_done_with_the_pages() -> None:
+    with pair() as running:
+        ready: list[bool] = []
+        running.receiver.manager.storage.record_event = lambda: lambda: bool(ready)  # type: ignore[method-assign]
+        start_transfer(running)
+        running.receiver.transceiver.lanes().result(WAIT_SECONDS)
+        assert not running.receiver.sent
+        ready.append(True)
+        assert running.wait_outcome(running.receiver).error is None
+
+
+def test_pages_are_free_by_the_time_the_outcome_is_heard() -> None:
+    with pair() as running:
+        start_transfer(running)
+        running.wait_outcome(running.receiver)
+        assert [usage.held for usage in running.receiver.manager.usage()] == [0]
+
+
+def test_future_that_nobody_waits_for_any_more_does_not_stop_the_reactor() -> None:
+    with pair() as running:
+        gate = threading.Event()
+        blocked = running.sender.transceiver._reactor.call(lambda: gate.wait(WAIT_SECONDS))
+        abandoned = running.sender.transceiver.lanes()
+        assert abandoned.cancel()
+        gate.set()
+        assert blocked.result(WAIT_SECONDS)
+        assert running.sender.transceiver.lanes().result(WAIT_SECONDS)
+        assert running.sender.transceiver.failure is None
+
+
+def test_abandon_tells_the_peer_and_leaves_nothing_in_doubt() -> None:
+    with pair() as running:
+        running.receiver.bend = lose(Grant)
+        _, source, target = start_transfer(running)
+        running.receiver.transceiver.abandon("shutting down").result(WAIT_SECONDS)
+        assert isinstance(running.wait_outcome(running.receiver).error, PeerLost)
+        assert isinstance(running.wait_outcome(running.sender).error, TransferCancelled)
+        source.close()
+        target.close()
+        wait_until(running.receiver.is_empty, WAIT_SECONDS, "the sender says that nothing was written")

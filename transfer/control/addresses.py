@@ -1,11 +1,22 @@
 """HOST:PORT, and what may be reached without encryption."""
 
 import ipaddress
+import re
 from typing import NamedTuple
 
 from kvferry.cache.errors import ConfigError
 
 MAX_PORT = 65535
+
+_ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9_.-]+|\[(?P<ipv6>[0-9A-Fa-f:.]+)\]):(?P<port>[0-9]{1,5})")
+
+
+class AddressError(ConfigError):
+    """An address that cannot be used; `rule` says why without repeating the address."""
+
+    def __init__(self, text: str, rule: str) -> None:
+        super().__init__(f"address {text!r}: {rule}")
+        self.rule = rule
 
 
 class Address(NamedTuple):
@@ -35,32 +46,35 @@ class Address(NamedTuple):
 def parse_address(text: str) -> Address:
     """Read HOST:PORT; an IPv6 host stands in brackets, and localhost means 127.0.0.1.
 
-    Raises: ConfigError: the text is no such thing.
+    Raises: AddressError: the text is no such thing.
     """
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isascii() or not port.isdigit() or int(port) > MAX_PORT:
-        raise ConfigError(f"address {text!r}: expected HOST:PORT with a port from 0 to {MAX_PORT}")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise ConfigError(f"address {text!r}: put an IPv6 host in brackets, as in [::1]:{port}")
-    if not host or any(character in host for character in "/ []%"):
-        raise ConfigError(f"address {text!r}: the host is missing or malformed, expected HOST:PORT")
-    return Address("127.0.0.1" if host == "localhost" else host, int(port))
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match["port"]) > MAX_PORT or not _is_host(match["host"], match["ipv6"]):
+        raise AddressError(
+            text, f"must be HOST:PORT with a port from 0 to {MAX_PORT}; an IPv6 host stands in brackets, as in [::1]:80"
+        )
+    host = match["ipv6"] or match["host"]
+    return Address("127.0.0.1" if host == "localhost" else host, int(match["port"]))
 
 
-def checked_address(text: str, *, purpose: str, allow_insecure: bool) -> Address:
+def checked_address(text: str, *, purpose: str, allow_insecure: bool = False) -> Address:
     """Parse an address and refuse plain text beyond this machine.
 
     Args:
         purpose: "listen on" or "connect to", for the message.
 
-    Raises: ConfigError: malformed, or not a loopback address while `allow_insecure` is false.
+    Raises: AddressError: malformed, or not a loopback address while `allow_insecure` is false.
     """
     address = parse_address(text)
     if not (address.is_loopback or allow_insecure):
-        raise ConfigError(
-            f"will not {purpose} {text} without encryption: only loopback addresses (127.0.0.1, localhost, [::1]) are "
-            "allowed; set allow_insecure to accept plain text on a trusted network"
+        raise AddressError(
+            text,
+            f"will not {purpose} it without encryption: until TLS exists, only loopback addresses (127.0.0.1, "
+            "localhost, [::1]) are allowed",
         )
     return address
+
+
+def _is_host(host: str, ipv6: str | None) -> bool:
+    """A host in brackets must be an IPv6 address; every other one may be a name."""
+    return ipv6 is None or (":" in ipv6 and Address(ipv6, 0).is_literal)

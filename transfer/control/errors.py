@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 from kvferry.cache.errors import (
     CapacityError,
+    ComputeError,
     ConfigError,
     ControlError,
     DeadlineExceeded,
@@ -100,6 +101,7 @@ CROSSINGS: dict[type[KVError], Crossing] = {
     Unavailable: Crossing(Code.UNAVAILABLE, _control(Unavailable)),
     DeadlineExceeded: Crossing(Code.DEADLINE_EXCEEDED, _control(DeadlineExceeded)),
     UnknownMember: Crossing(Code.NOT_FOUND, _plain(UnknownMember)),
+    ComputeError: Crossing(Code.INTERNAL, _plain(ComputeError)),
     InvariantError: Crossing(Code.DATA_LOSS, _plain(InvariantError)),
     KVError: Crossing(Code.UNKNOWN, _plain(KVError)),
 }

@@ -111,6 +111,12 @@ class PeerNetwork:
             if link is not None and link.entry.worker == worker:
                 await self._drop(link, reason)
 
+    def hang_up(self, worker: WorkerId, reason: str) -> None:
+        """End the channel this peer opened, after what is queued on it; the peer registers again and opens another."""
+        stream = self._streams[Direction.ACCEPTED].get(worker)
+        if stream is not None:
+            self.ended(stream, reason)
+
     async def close(self) -> None:
         """End every channel and take no new one."""
         self._closed = True

@@ -67,12 +67,12 @@ class Stream:
         return True
 
     async def outbound(self) -> AsyncIterator[Envelope]:
-        """Hello, then queued messages in order, until the stream is closed; what is then still queued is dropped."""
+        """Hello, then queued messages in order, until the stream is closed and all that was queued by then is out."""
         yield self._numbered(Hello(self._local, PROTOCOL_VERSION))
         while True:
             await self._news.wait()
             self._news.clear()
-            while not self._closed and self._queue:
+            while self._queue:
                 yield self._numbered(self._queue.popleft())
             if self._closed:
                 return

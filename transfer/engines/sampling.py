@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.cache.errors import ConfigError, InvariantError
+from kvferry.cache.errors import ComputeError, ConfigError
 from kvferry.transfer.inference import SamplingParams
 
 
@@ -36,12 +36,12 @@ def sample(logits: torch.Tensor, params: SamplingParams, position: int) -> Sampl
     Shapes: logits [vocab_size], any float dtype, any device.
 
     Raises:
-        InvariantError: a logit is NaN or +inf, or all are -inf: the model computed nonsense.
+        ComputeError: a logit is NaN or +inf, or all are -inf: the model computed nonsense.
     """
     values: npt.NDArray[np.float64] = logits.detach().to("cpu", torch.float64).numpy()
     peak = float(values.max())
     if not np.isfinite(peak):
-        raise InvariantError(f"logits for position {position} peak at {peak}: the model's weights or KV are corrupt")
+        raise ComputeError(f"logits for position {position} peak at {peak}: the model's weights or KV are corrupt")
     centred = values - peak
     token = int(centred.argmax()) if params.temperature == 0.0 else _draw(centred, params, position)
     return Sampled(token, float(centred[token] - np.log(np.exp(centred).sum())))
