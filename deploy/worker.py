@@ -22,6 +22,7 @@ from kvferry.deploy.engine_loop import EngineLoop, LoopSettings
 from kvferry.deploy.process import EXIT_FAILED, EXIT_OK, write_endpoint
 from kvferry.deploy.requests import Request
 from kvferry.deploy.streams import EventStream, StreamEvent
+from kvferry.transfer.control.background import background
 from kvferry.transfer.control.directory_client import DirectoryClient
 from kvferry.transfer.control.handlers import Snapshot
 from kvferry.transfer.control.network import PeerNetwork
@@ -290,12 +291,12 @@ class Worker:
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
         if self._config.role.decodes:
-            self._spawn(self._network.update(snapshot.members, lambda entry: entry.role.prefills))
+            self._spawn(self._network.update(snapshot.members, lambda entry: entry.role.prefills), "follow the members")
 
     def _on_paired(self, workers: frozenset[WorkerId]) -> None:
         if self._directory is not None:
             self._directory.set_paired(workers)
-        self._spawn(self._show_health())
+        self._spawn(self._show_health(), "show health")
 
     async def _show_health(self) -> None:
         """Serving means able to move bytes: paired with somebody, or complete alone."""
@@ -314,8 +315,8 @@ class Worker:
     def _fail(self) -> None:
         self._asyncio.call_soon_threadsafe(self.failed.set)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _spawn(self, work: Coroutine[object, object, None], name: str) -> None:
+        task = background(work, name)
         self._updates.add(task)
         task.add_done_callback(self._updates.discard)
 
