@@ -1,6 +1,7 @@
 """The bytes of the pools, on cpu or cuda."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -27,6 +28,15 @@ def open_device(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
+def available_bytes(device: torch.device) -> int:
+    """Memory that can still be taken on a device now; on cpu what the kernel estimates, without swapping."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kibibytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return int(kibibytes) * 1024
+
+
 class PoolStorage:
     """One uint8 tensor per pool group.
 
@@ -36,6 +46,7 @@ class PoolStorage:
     def __init__(self, layout: CacheLayout, num_slots: Sequence[int], device: str) -> None:
         self.device = open_device(device)
         self._layout = layout
+        self._check_memory(num_slots)
         self.pools = tuple(
             # Written, not just reserved: first use of untouched memory costs a page fault per 4 KiB.
             torch.empty(count * group.slot_bytes, dtype=torch.uint8, device=self.device).fill_(0)
@@ -54,6 +65,17 @@ class PoolStorage:
         return pool.view(torch_dtype(self._layout.dtype)).as_strided(
             shape, tuple(stride // item for stride in strides), view.offset_bytes // item
         )
+
+    def _check_memory(self, num_slots: Sequence[int]) -> None:
+        """Raise ConfigError when the device has not enough memory, before any of it is touched."""
+        groups = zip(self._layout.pool_groups, num_slots, strict=True)
+        needed = sum(count * group.slot_bytes for group, count in groups)
+        available = available_bytes(self.device)
+        if needed > available:
+            raise ConfigError(
+                f"the pools need {needed} bytes, {self.device} has {available} bytes of memory available: lower the "
+                "pool quota"
+            )
 
     def record_event(self) -> Callable[[], bool]:
         """Mark this point of the current stream; the result answers whether the device has reached it. Never waits."""

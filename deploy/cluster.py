@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from kvferry.cache.errors import DeadlineExceeded, LocalProtocolError, Unavailable
+from kvferry.deploy.config import FrontendConfig, WorkerConfig, without_keys
 from kvferry.deploy.process import PARENT_VARIABLE
 
 STOP_SECONDS = 20.0
@@ -29,6 +30,7 @@ WORKERS_SHARE = 0.75
 KILL_SECONDS = 5.0
 POLL_SECONDS = 0.05
 LOG_TAIL_LINES = 5
+ENV_PREFIXES = {"worker": WorkerConfig.env_prefix, "frontend": FrontendConfig.env_prefix}
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Child:
         """Raise Unavailable, with the end of its log, when the process ended."""
         code = self.process.poll()
         if code is not None:
-            raise Unavailable(f"{self.name} ended with exit code {code}: {self.last_words()}", peer=self.name)
+            raise Unavailable(f"ended with exit code {code}: {self.last_words()}", peer=self.name)
 
     def last_words(self) -> str:
         """The last error line of its log, or its last lines where there is none."""
@@ -74,6 +76,8 @@ class Cluster:
     def start(self, kind: str, name: str, config: Mapping[str, Any]) -> Child:
         """Start `kvferry <kind>` with this configuration. Returns at once.
 
+        Environment variables set what the configuration leaves open, and nothing that it says.
+
         Raises: LocalProtocolError: called by a thread that may end, and the child with it, before the process does.
         """
         if threading.current_thread() is not threading.main_thread():
@@ -88,7 +92,10 @@ class Cluster:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                env={
+                    **without_keys(ENV_PREFIXES[kind], config, os.environ),
+                    PARENT_VARIABLE: str(os.getpid()),
+                },
                 # A group of its own: Ctrl-C reaches only this process, which then stops its children in order.
                 process_group=0,
             )
@@ -103,7 +110,7 @@ class Cluster:
             self.check_alive()
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(
-                    f"{child.name} does not serve after {timeout_seconds:g} s: {child.last_words()}", peer=child.name
+                    f"does not serve after {timeout_seconds:g} s: {child.last_words()}", peer=child.name
                 )
             time.sleep(POLL_SECONDS)
         return child.endpoint

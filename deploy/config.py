@@ -5,6 +5,7 @@ of its process, with two underscores between the parts: `KVFERRY_WORKER__POOLS__
 """
 
 import difflib
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ from kvferry.transfer.types import Role
 _MIB = 1 << 20
 _MAX_FILE_BYTES = _MIB
 _MAX_KEY_PARTS = 4
+_SERVICE_LINK = re.compile(r"(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?")
+"""Variables that Kubernetes gives every container, here for a service that is named like a kvferry process."""
 
 
 def _listen_address(text: str) -> str:
@@ -200,9 +203,10 @@ def load(
     settings |= from_env(model_class.env_prefix, environ)
     settings |= _from_flags(overrides)
     known = _descriptions(model_class)
-    unknown = [_unknown(key, setting, list(known)) for key, setting in settings.items() if key not in known]
-    if unknown:
-        raise ConfigError("; ".join(unknown))
+    mistakes = [_unknown(key, setting, list(known)) for key, setting in settings.items() if key not in known]
+    mistakes += _misspelled(model_class.env_prefix, environ, list(known))
+    if mistakes:
+        raise ConfigError("; ".join(mistakes))
     try:
         return model_class.model_validate(_nested(settings))
     except ValidationError as error:
@@ -230,14 +234,45 @@ def from_env(prefix: str, environ: Mapping[str, str]) -> Settings:
     return {tuple(name.removeprefix(prefix).lower().split("__")): Setting(name, environ[name]) for name in names}
 
 
+def variable(prefix: str, key: Key) -> str:
+    """The environment variable that sets a key."""
+    return prefix + "__".join(key).upper()
+
+
+def without_keys(prefix: str, config: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment less the variables that would win over a key that `config`, the content of a file, sets."""
+    keys = {key for key, _ in _flattened(config, ())}
+    dropped = {setting.spelled for key, setting in from_env(prefix, environ).items() if key in keys}
+    return {name: value for name, value in environ.items() if name not in dropped}
+
+
 def _from_flags(overrides: Mapping[str, object]) -> Settings:
     given = ((key, value) for key, value in overrides.items() if value is not None)
     return {tuple(key.split(".")): Setting(f"flag for {key}", value) for key, value in given}
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that one mapping has twice; YAML forbids it, and the safe loader takes the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value!r} is there twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _parse_yaml(path: Path, content: bytes) -> object:
     try:
-        values = yaml.safe_load(content)
+        loader = _Loader(content)
+        try:
+            values = loader.get_single_data()
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -284,6 +319,16 @@ def _unknown(key: Key, setting: Setting, known: list[Key]) -> str:
         return f"{setting.spelled} is {setting.value!r}, but it is a section with the keys {', '.join(inside)}"
     nearest = max(known, key=lambda other: _similarity(key, other))
     return f"{setting.spelled}: unknown key {'.'.join(key)!r}, the nearest valid one is {'.'.join(nearest)!r}"
+
+
+def _misspelled(prefix: str, environ: Mapping[str, str], known: list[Key]) -> Iterator[str]:
+    """Variables that would be read if the underscores after the name of the process were two."""
+    near = prefix.removesuffix("_")
+    for name in environ:
+        rest = name.removeprefix(near)
+        if rest != name and not name.startswith(prefix) and not _SERVICE_LINK.fullmatch(rest):
+            nearest = max(known, key=lambda key: _ratio(rest.lower(), "_".join(key)))
+            yield f"{name} is not read: two underscores stand between the parts, as in {variable(prefix, nearest)}"
 
 
 def _similarity(key: Key, other: Key) -> float:

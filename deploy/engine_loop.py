@@ -41,7 +41,7 @@ from kvferry.transfer.inference import GenerateSummary, PrefillReply, TokenChunk
 from kvferry.transfer.outcomes import TransferOutcome
 from kvferry.transfer.session import Side
 from kvferry.transfer.transceiver import Transceiver
-from kvferry.transfer.types import AuxRecord, TransferKey, Usage, WorkerId
+from kvferry.transfer.types import AuxRecord, PromptId, TransferKey, Usage, WorkerId
 
 log = logging.getLogger(__name__)
 
@@ -283,8 +283,8 @@ class EngineLoop:
         tokens = len(request.prompt)
         request.sequence.resize(capacity=tokens, history=tokens)
         timeout = min(self._settings.transfer_timeout_seconds, request.deadline - self._clock())
-        pages = request.sequence.pages(tokens)
-        self._required().request(request.decode.key, request.decode.sender, pages, tokens, max(timeout, 0.001))
+        pages, prompt = request.sequence.pages(tokens), PromptId.of(request.prompt)
+        self._required().request(request.decode.key, request.decode.sender, pages, prompt, max(timeout, 0.001))
         self._receiving[request.decode.key] = request
 
     def _hear(self, outcome: TransferOutcome) -> None:
@@ -310,7 +310,9 @@ class EngineLoop:
         tokens = len(request.prompt)
         aux = AuxRecord((token,), (logprob,), Usage(tokens))
         timeout = min(self._settings.hold_seconds, request.deadline - self._clock())
-        self._required().offer(key, request.sequence.pages(tokens), tokens, aux, max(timeout, 0.001))
+        self._required().offer(
+            key, request.sequence.pages(tokens), PromptId.of(request.prompt), aux, max(timeout, 0.001)
+        )
         timings = request.timings()
         reply = PrefillReply(key, self._worker, request.prompt, timings.queue_seconds, timings.prefill_seconds)
         request.sink.put(reply)

@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Container, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 CANCEL_SECONDS = 5.0
 SETTLE_SECONDS = 2.0
+MAX_ROUTES = 3
+MAX_NAMED = 10
 AVOID_SECONDS = 5.0
 """A worker that fails at once is the least loaded of all: without this pause it would be given every request."""
 
@@ -41,6 +43,11 @@ class Route:
 
     prefill: DirectoryEntry
     decode: DirectoryEntry
+
+    @property
+    def ends(self) -> tuple[WorkerId, WorkerId]:
+        """Which two workers it is; what else is known of them changes."""
+        return self.prefill.worker, self.decode.worker
 
     @property
     def aggregated(self) -> bool:
@@ -80,11 +87,13 @@ class Router:
         self._last_used: dict[tuple[WorkerId, WorkerId], int] = {}
         self._turn = 0
 
-    def pick(self, members: tuple[DirectoryEntry, ...]) -> Route:
-        """Raises Unavailable, naming the members there are, when no route exists."""
-        candidates = list(routes(members))
+    def pick(self, members: tuple[DirectoryEntry, ...], tried: Container[tuple[WorkerId, WorkerId]] = ()) -> Route:
+        """Raises Unavailable, naming the members there are, when no route exists but those that were tried."""
+        candidates = [route for route in routes(members) if route.ends not in tried]
         if not candidates:
-            names = ", ".join(f"{entry.worker.name} ({entry.role.value})" for entry in members) or "none"
+            named = [f"{entry.worker.name} ({entry.role.value})" for entry in members[:MAX_NAMED]]
+            rest = len(members) - len(named)
+            names = ", ".join([*named, f"{rest} more"] if rest else named) or "none"
             raise Unavailable(
                 f"no prefill worker is paired with a decode worker; members: {names}. Start the missing role, or look "
                 "in the workers' logs for why they do not pair",
@@ -167,18 +176,14 @@ class Frontend:
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
         call = self._checked(call)
-        route = self._router.pick(self._directory.snapshot.members)
-        log.info("request %s: prefill %s, decode %s", call.request_id, route.prefill.worker, route.decode.worker)
+        deadline = time.monotonic() + call.timeout_seconds
         self._inflight += 1
         self._idle.clear()
-        self._router.start(route)
         try:
-            run = self._aggregated if route.aggregated else self._disaggregated
-            async with aclosing(run(call, route)) as events:
+            async with aclosing(self._served(call, deadline)) as events:
                 async for event in events:
                     yield event
         finally:
-            self._router.end(route)
             self._inflight -= 1
             if self._inflight == 0:
                 self._idle.set()
@@ -208,6 +213,37 @@ class Frontend:
             raise ConfigError("the prompt is empty: give at least one token")
         timeout = min(call.timeout_seconds, self._config.max_request_timeout_seconds)
         return replace(call, request_id=call.request_id or uuid.uuid4().hex, timeout_seconds=timeout)
+
+    async def _served(self, call: GenerateCall, deadline: float) -> AsyncGenerator[GenerateEvent, None]:
+        """Over one route, or another where a worker turns out to be gone before anything reached the client."""
+        tried: set[tuple[WorkerId, WorkerId]] = set()
+        started = False
+        while True:
+            route = self._router.pick(self._directory.snapshot.members, tried)
+            tried.add(route.ends)
+            log.info("request %s: prefill %s, decode %s", call.request_id, route.prefill.worker, route.decode.worker)
+            remaining = replace(call, timeout_seconds=max(0.001, deadline - time.monotonic()))
+            try:
+                async with aclosing(self._over(route, remaining)) as events:
+                    async for event in events:
+                        started = True
+                        yield event
+                return
+            except (Unavailable, PeerLost) as error:
+                others = {route.ends for route in routes(self._directory.snapshot.members)} - tried
+                if started or not others or len(tried) == MAX_ROUTES:
+                    raise
+                log.warning("request %s goes over another route: %s", call.request_id, error)
+
+    async def _over(self, route: Route, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
+        self._router.start(route)
+        try:
+            run = self._aggregated if route.aggregated else self._disaggregated
+            async with aclosing(run(call, route)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._router.end(route)
 
     async def _aggregated(self, call: GenerateCall, route: Route) -> AsyncGenerator[GenerateEvent, None]:
         with self._router.blaming(Unavailable, route.prefill.worker):

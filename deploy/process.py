@@ -3,13 +3,15 @@
 import asyncio
 import contextlib
 import ctypes
+import io
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from kvferry.cache.errors import ConfigError
@@ -20,10 +22,76 @@ EXIT_DIFFERENT = 1
 EXIT_FAILED = 2
 """It could not run, or could not go on: bad input, lost peers, a broken engine."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_NOBODY_READS = 128 + signal.SIGPIPE
+"""What read the output closed the pipe."""
 
 PARENT_VARIABLE = "KVFERRY_PARENT_PID"
 
 _PR_SET_PDEATHSIG = 1
+
+
+class NobodyReads(Exception):
+    """Whoever read standard output closed it. No error to talk about: the command just ends."""
+
+
+class Terminated(Exception):
+    """A signal other than SIGINT ended the command, and everything was cleaned up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number = number
+
+
+def never_fail_to_encode() -> None:
+    """From now on a character that the terminal cannot show is written as its escape, such as \\u20ac."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Write to standard output now.
+
+    Raises:
+        NobodyReads: the other end of the pipe is closed.
+        ConfigError: it cannot be written, as when the disk is full.
+    """
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        raise NobodyReads from None
+    except OSError as error:
+        raise ConfigError(f"the output cannot be written: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP do what Ctrl-C does; a signal that is ignored, as under nohup, stays ignored.
+
+    Raises: Terminated: one of them came, and what was inside has ended.
+    """
+    received: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        interrupt = signal.getsignal(signal.SIGINT)  # asyncio puts its own there while it runs
+        if not callable(interrupt):
+            raise KeyboardInterrupt
+        interrupt(signal.SIGINT, frame)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    handled = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in handled:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if received:
+            raise Terminated(received[0]) from None
+        raise
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
 
 
 def leave(code: int) -> NoReturn:

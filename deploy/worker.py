@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from kvferry.cache import sizing
-from kvferry.cache.errors import ConfigError, DeadlineExceeded, InvariantError, TransportError
+from kvferry.cache.errors import ConfigError, DeadlineExceeded, InvariantError, KVError, TransportError
 from kvferry.cache.layout import CacheLayout, build_layout
 from kvferry.cache.manager import KVCacheManager
 from kvferry.deploy.config import WorkerConfig
@@ -107,6 +107,7 @@ class Worker:
 
     def __init__(self, config: WorkerConfig, parts: Parts, ucx_log: Path | None) -> None:
         self.failed = asyncio.Event()
+        self.failure: KVError | None = None
         self._asyncio = asyncio.get_running_loop()
         self._stopping = False
         self._config = config
@@ -146,7 +147,11 @@ class Worker:
         await self._server.start()
         entry = DirectoryEntry(self._worker, self._config.role, self._server.address, self._config.model)
         self._directory = DirectoryClient(
-            self._config.directory, on_snapshot=self._on_snapshot, entry=entry, lease_seconds=self._config.lease_seconds
+            self._config.directory,
+            on_snapshot=self._on_snapshot,
+            entry=entry,
+            lease_seconds=self._config.lease_seconds,
+            on_replaced=self._on_replaced,
         )
         self._directory.start()
         await self._directory.wait_joined(JOIN_SECONDS)
@@ -293,6 +298,10 @@ class Worker:
         if self._config.role.decodes:
             self._spawn(self._network.update(snapshot.members, lambda entry: entry.role.prefills), "follow the members")
 
+    def _on_replaced(self, error: KVError) -> None:
+        self.failure = error
+        self.failed.set()
+
     def _on_paired(self, workers: frozenset[WorkerId]) -> None:
         if self._directory is not None:
             self._directory.set_paired(workers)
@@ -330,7 +339,7 @@ def _integrity(manager: KVCacheManager) -> str:
 
 
 async def run_worker(config: WorkerConfig, parts: Parts, stop: asyncio.Event, endpoint_file: Path | None) -> int:
-    """Serve with these parts until `stop` is set or the worker breaks. Returns the exit code.
+    """Serve with these parts until `stop` is set or the worker breaks. Returns the exit code, or raises why it ended.
 
     Args:
         endpoint_file: HOST:PORT is written there once the worker serves.
@@ -343,6 +352,8 @@ async def run_worker(config: WorkerConfig, parts: Parts, stop: asyncio.Event, en
             await _first_of(stop.wait(), worker.failed.wait(), serving)
         finally:
             ended = await worker.stop()
+    if worker.failure is not None:
+        raise worker.failure
     return EXIT_OK if ended and not worker.failed.is_set() else EXIT_FAILED
 
 

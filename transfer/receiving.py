@@ -257,5 +257,5 @@ def _check_content(receiving: Receiving, result: TransferResult) -> None:
         raise RemoteProtocolError(f"result says {wire.num_slices} slices, notices say {receiving.num_slices}")
     if aux is None or len(aux.first_tokens) != 1 or len(aux.first_logprobs) != 1 or aux.draft_tokens:
         raise RemoteProtocolError(f"result is ok but does not carry exactly one first token: {aux}")
-    if aux.usage.prompt_tokens != grant.prompt_tokens:
-        raise RemoteProtocolError(f"result is for {aux.usage.prompt_tokens} prompt tokens, not {grant.prompt_tokens}")
+    if aux.usage.prompt_tokens != grant.prompt.num_tokens:
+        raise RemoteProtocolError(f"result is for {aux.usage.prompt_tokens} prompt tokens, granted was {grant.prompt}")

@@ -26,6 +26,7 @@ from kvferry.transfer.types import (
     Failure,
     Grant,
     Phase,
+    PromptId,
     ResultStatus,
     TransferKey,
     TransferResult,
@@ -47,7 +48,7 @@ class Offer:
     """
 
     key: TransferKey
-    prompt_tokens: int
+    prompt: PromptId
     pages: BlockLists
     aux: AuxRecord
     deadline: float
@@ -206,11 +207,9 @@ class Sender:
 
     def _plan(self, sending: Sending, grant: Grant) -> TransferPlan:
         peer = self._peer(grant)
-        if grant.prompt_tokens != sending.offer.prompt_tokens:
-            raise RemoteProtocolError(
-                f"grant is for {grant.prompt_tokens} prompt tokens, {sending.offer.prompt_tokens} were computed"
-            )
-        peer.planner.check_grant(grant.prompt_tokens, grant.pages)
+        if grant.prompt != sending.offer.prompt:
+            raise RemoteProtocolError(f"grant is for {grant.prompt}, computed was {sending.offer.prompt}")
+        peer.planner.check_grant(grant.prompt.num_tokens, grant.pages)
         return peer.planner.plan(sending.offer.pages, grant.pages)
 
     def _peer(self, grant: Grant) -> Peer:

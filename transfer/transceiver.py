@@ -30,6 +30,7 @@ from kvferry.transfer.types import (
     Failure,
     Grant,
     Phase,
+    PromptId,
     RankInfo,
     Role,
     TransferKey,
@@ -113,7 +114,7 @@ class Transceiver:
     # ---- engine's thread
 
     def offer(
-        self, key: TransferKey, pages: BlockLists, prompt_tokens: int, aux: AuxRecord, timeout_seconds: float
+        self, key: TransferKey, pages: BlockLists, prompt: PromptId, aux: AuxRecord, timeout_seconds: float
     ) -> None:
         """Hold the pages of a computed prompt until a grant came and they were written, or the timeout passed.
 
@@ -124,11 +125,11 @@ class Transceiver:
             TransportError: the reactor ended.
         """
         ready = self._manager.storage.record_event()
-        offer = Offer(key, prompt_tokens, pages, aux, self._clock() + timeout_seconds, ready)
+        offer = Offer(key, prompt, pages, aux, self._clock() + timeout_seconds, ready)
         self._open(key, Side.SENDER, pages, lambda: self._sender.offer(offer))
 
     def request(
-        self, key: TransferKey, sender: WorkerId, pages: BlockLists, prompt_tokens: int, timeout_seconds: float
+        self, key: TransferKey, sender: WorkerId, pages: BlockLists, prompt: PromptId, timeout_seconds: float
     ) -> None:
         """Grant pages to a sender and wait for them. `poll` reports the outcome, with the aux record.
 
@@ -136,7 +137,7 @@ class Transceiver:
 
         Raises: as `offer`.
         """
-        grant = Grant(key, sender, self._worker, prompt_tokens, pages, timeout_seconds)
+        grant = Grant(key, sender, self._worker, prompt, pages, timeout_seconds)
         now, ready = self._clock(), self._manager.storage.record_event()
         start = lambda: self._receiver.request(grant, now)  # noqa: E731
         self._open(key, Side.RECEIVER, pages, lambda: self._when(ready, start))

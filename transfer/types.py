@@ -1,7 +1,11 @@
 """The records two workers exchange about a transfer. Pure data; `control/convert.py` maps them to the wire."""
 
 import enum
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvferry.cache.page_table import BlockLists, PageTable
 
@@ -113,10 +117,27 @@ class TransferKey:
 
 
 @dataclass(frozen=True)
+class PromptId:
+    """Which prompt a transfer is about: its length in tokens and the SHA-256 of its tokens as little-endian int32."""
+
+    num_tokens: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int]) -> "PromptId":
+        tokens = np.asarray(token_ids, "<i4")
+        return cls(len(tokens), hashlib.sha256(tokens.tobytes()).digest())
+
+    def __str__(self) -> str:
+        return f"prompt {self.digest.hex()[:12]} of {self.num_tokens} tokens"
+
+
+@dataclass(frozen=True)
 class Grant:
     """The receiver's permission to write these pages, for this attempt and these two lives only.
 
     Attributes:
+        prompt: what the receiver expects in these pages.
         pages: positional lists over the whole prompt, one per layer group of the receiver's page table.
         timeout_seconds: how long the receiver will wait from now; a duration, since clocks differ.
     """
@@ -124,7 +145,7 @@ class Grant:
     key: TransferKey
     sender: WorkerId
     receiver: WorkerId
-    prompt_tokens: int
+    prompt: PromptId
     pages: BlockLists
     timeout_seconds: float
 

@@ -190,6 +190,11 @@ def test_buffer_views_cover_disjoint_bytes_of_the_pool() -> None:
     assert pool[2].unique().tolist() == [0.0]
 
 
+def test_pools_larger_than_the_memory_of_the_device_are_refused_before_it_is_touched() -> None:
+    with pytest.raises(ConfigError, match=r"the pools need \d+ bytes, cpu has \d+ bytes of memory available"):
+        manager_with([None], (1 << 40,))
+
+
 def test_page_table_addresses_are_those_of_the_pools() -> None:
     manager = manager_with([8, 8, None], (3, 5))
     table = manager.page_table()

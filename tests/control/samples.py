@@ -20,6 +20,7 @@ from kvferry.transfer.types import (
     AuxRecord,
     Cancel,
     Grant,
+    PromptId,
     RankInfo,
     ResultStatus,
     Role,
@@ -55,7 +56,7 @@ def rank(worker: WorkerId, role: Role) -> RankInfo:
 def grant(key: TransferKey = KEY, sender: WorkerId = PREFILL, receiver: WorkerId = DECODE) -> Grant:
     slots = (np.array([3, 4, 9], np.int32), np.array([-1, -1, 7], np.int32))
     epochs = (np.array([1, 1, 2], np.uint32), np.array([0, 0, 4_000_000_000], np.uint32))
-    return Grant(key, sender, receiver, 70, BlockLists(slots, epochs), 12.5)
+    return Grant(key, sender, receiver, PromptId.of(range(70)), BlockLists(slots, epochs), 12.5)
 
 
 def result(key: TransferKey = KEY, sender: WorkerId = PREFILL, receiver: WorkerId = DECODE) -> TransferResult:

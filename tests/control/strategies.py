@@ -24,6 +24,7 @@ from kvferry.transfer.types import (
     Failure,
     Grant,
     Phase,
+    PromptId,
     ResultStatus,
     Role,
     TransferKey,
@@ -45,7 +46,7 @@ timeouts = st.floats(0.001, 1000)
 logprobs = st.floats(max_value=0, allow_nan=False)
 
 workers = st.builds(WorkerId, names, st.integers(1, 2**63 - 1))
-keys = st.builds(TransferKey, st.binary(min_size=16, max_size=16).map(bytes.hex), st.integers(0, 2**31 - 1))
+keys = st.builds(TransferKey, st.binary(min_size=16, max_size=16).map(bytes.hex), st.integers(1, 2**31 - 1))
 usages = st.integers(1, 2**21).flatmap(lambda n: st.builds(Usage, st.just(n), st.integers(0, n)))
 wires = st.builds(WireReport, counts_32, counts, counts, counts, seconds, names)
 roles = st.sampled_from(Role)
@@ -58,7 +59,8 @@ def _blocks(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 
 pairs = st.lists(st.tuples(st.integers(-1, 2**31 - 1), counts_32), max_size=20).map(_blocks)
 pages = st.lists(pairs, min_size=1, max_size=4).map(lambda groups: BlockLists(*map(tuple, zip(*groups, strict=True))))
-grants = st.builds(Grant, keys, workers, workers, st.integers(1, 2**21), pages, timeouts)
+prompt_ids = st.builds(PromptId, st.integers(1, 2**21), st.binary(min_size=32, max_size=32))
+grants = st.builds(Grant, keys, workers, workers, prompt_ids, pages, timeouts)
 epochs = st.lists(st.binary(max_size=20).map(lambda raw: raw[: len(raw) // 4 * 4]), max_size=4).map(tuple)
 failures = st.builds(Failure, names, st.sampled_from(Phase), texts)
 
@@ -81,16 +83,18 @@ def results(draw: st.DrawFn) -> TransferResult:
 
 
 cancels = st.builds(Cancel, keys, workers, texts)
-entries = st.builds(DirectoryEntry, workers, roles, names, texts, st.lists(workers, max_size=3).map(tuple))
+endpoints = st.builds("127.0.0.1:{}".format, st.integers(1, 65535)) | st.sampled_from(["[::1]:80", "localhost:7"])
+request_ids = st.just("") | names
+entries = st.builds(DirectoryEntry, workers, roles, endpoints, texts, st.lists(workers, max_size=3).map(tuple))
 snapshots = st.builds(Snapshot, counts, st.lists(entries, max_size=4).map(tuple))
 samplings = st.builds(
     SamplingParams, st.integers(1, 2**21), st.floats(0, 1000), st.integers(-(2**63), 2**63 - 1), st.booleans()
 )
-calls = st.builds(GenerateCall, texts, texts, st.none(), st.booleans(), samplings, timeouts) | st.builds(
-    GenerateCall, texts, st.none(), token_lists, st.booleans(), samplings, timeouts
+calls = st.builds(GenerateCall, request_ids, texts, st.none(), st.booleans(), samplings, timeouts) | st.builds(
+    GenerateCall, request_ids, st.none(), token_lists, st.booleans(), samplings, timeouts
 )
 prefill_replies = st.builds(PrefillReply, keys, workers, prompts, seconds, seconds)
-decode_calls = st.builds(DecodeCall, texts, keys, workers, prompts, samplings, timeouts)
+decode_calls = st.builds(DecodeCall, request_ids, keys, workers, prompts, samplings, timeouts)
 chunks = st.lists(st.tuples(tokens, logprobs), max_size=10).flatmap(
     lambda drawn: st.builds(TokenChunk, st.just(tuple(t for t, _ in drawn)), st.just(tuple(p for _, p in drawn)), texts)
 )

@@ -1,6 +1,6 @@
 import pytest
 
-from kvferry.cache.errors import ConfigError, DeadlineExceeded, Unavailable
+from kvferry.cache.errors import ConfigError, DeadlineExceeded, KVError, Unavailable
 from kvferry.transfer.control.directory import Directory
 from kvferry.transfer.control.directory_client import DirectoryClient
 from kvferry.transfer.control.handlers import Snapshot
@@ -37,8 +37,13 @@ class Served:
 class Member:
     def __init__(self, served: Served, worker: WorkerId, lease_seconds: float = 0.6) -> None:
         self.snapshots: list[Snapshot] = []
+        self.replaced: list[KVError] = []
         self.client = DirectoryClient(
-            served.address, on_snapshot=self.snapshots.append, entry=samples.entry(worker), lease_seconds=lease_seconds
+            served.address,
+            on_snapshot=self.snapshots.append,
+            entry=samples.entry(worker),
+            lease_seconds=lease_seconds,
+            on_replaced=self.replaced.append,
         )
         self.client.start()
 
@@ -145,7 +150,7 @@ def test_missing_directory_is_reported_and_leaving_is_quick() -> None:
     run(test)
 
 
-def test_replaced_worker_is_told_why_it_cannot_return() -> None:
+def test_replaced_worker_is_told_once_that_it_is_out_of_service() -> None:
     async def test() -> None:
         served = Served()
         await served.start()
@@ -154,7 +159,9 @@ def test_replaced_worker_is_told_why_it_cannot_return() -> None:
         newer = Member(served, WorkerId(ONE.name, 9))
         async with closing(one.client.leave, newer.client.leave, served.stop):
             await newer.client.wait_joined(5)
-            await wait_until(lambda: isinstance(one.client._last_error, ConfigError), "the refusal arrived")
+            await wait_until(lambda: one.replaced, "the refusal arrived")
+            assert isinstance(one.replaced[0], ConfigError)
+            assert "replaced by a newer worker" in str(one.replaced[0])
             assert [entry.worker.incarnation for entry in served.members] == [9]
 
     run(test)

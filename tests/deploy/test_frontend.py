@@ -123,11 +123,9 @@ def test_prefill_worker_that_fails_at_once_does_not_attract_requests() -> None:
         async with running(num_prefill=2) as (cluster, _):
             broken, healthy = cluster.prefill
             broken.error = Unavailable("shutting down", peer="prefill-0")
-            with pytest.raises(Unavailable):
+            for _ in range(5):
                 await cluster.ask()
-            for _ in range(4):
-                await cluster.ask()
-            assert (broken.num_calls, healthy.num_calls) == (1, 4)
+            assert (broken.num_calls, healthy.num_calls) == (1, 5)
 
     run(test)
 
@@ -140,11 +138,38 @@ def test_decode_worker_that_fails_at_once_does_not_attract_requests(error: Excep
         async with running(num_decode=2) as (cluster, _):
             broken, healthy = cluster.decode
             broken.error = error
-            with pytest.raises(type(error)):
+            for _ in range(5):
                 await cluster.ask()
-            for _ in range(4):
+            assert (broken.num_calls, healthy.num_calls) == (1, 5)
+
+    run(test)
+
+
+def test_request_is_not_sent_over_another_route_once_a_token_reached_the_client() -> None:
+    async def test() -> None:
+        async with running(num_decode=2) as (cluster, client):
+            for worker in cluster.decode:
+                worker.endless = True
+            stream = client.generate(samples.call())
+            await anext(stream)
+            used = next(worker for worker in cluster.decode if worker.num_calls)
+            await used.server.stop(0.0)
+            with pytest.raises(Unavailable):
+                await anext(stream)
+            assert sum(worker.num_calls for worker in cluster.decode) == 1
+
+    run(test)
+
+
+def test_request_fails_with_the_last_error_when_every_route_fails() -> None:
+    async def test() -> None:
+        async with running(num_decode=2) as (cluster, _):
+            for worker in cluster.decode:
+                worker.error = Unavailable("going", peer=worker.worker.name)
+            with pytest.raises(Unavailable, match="going"):
                 await cluster.ask()
-            assert (broken.num_calls, healthy.num_calls) == (1, 4)
+            assert [worker.num_calls for worker in cluster.decode] == [1, 1]
+            await wait_until(lambda: len(cluster.prefill[0].cancelled) == 2, "both prompts are taken back")
 
     run(test)
 

@@ -14,13 +14,27 @@ from kvferry.transfer.outcomes import TransferOutcome
 from kvferry.transfer.transceiver import Transceiver, TransceiverSettings
 from kvferry.transfer.transport.base import Transport
 from kvferry.transfer.transport.loopback import LoopbackTransport
-from kvferry.transfer.types import AuxRecord, Cancel, Grant, Role, TransferKey, TransferResult, Usage, WorkerId
+from kvferry.transfer.types import (
+    AuxRecord,
+    Cancel,
+    Grant,
+    PromptId,
+    Role,
+    TransferKey,
+    TransferResult,
+    Usage,
+    WorkerId,
+)
 from tests.helpers import wait_until
 from tests.transfer.tables import manager
 
 Message = Grant | TransferResult | Cancel
 Bend = Callable[[Message], Message | None]
 """What the control plane makes of a message; None loses it after it was accepted."""
+
+
+def prompt_of(num_tokens: int) -> PromptId:
+    return PromptId.of(range(num_tokens))
 
 
 def aux_of(prompt_tokens: int) -> AuxRecord:
@@ -109,13 +123,13 @@ class Pair:
     def offer(
         self, key: TransferKey, sequence: SequenceCache, tokens: int = PROMPT_TOKENS, timeout: float = 60.0
     ) -> None:
-        self.sender.transceiver.offer(key, sequence.pages(tokens), tokens, aux_of(tokens), timeout)
+        self.sender.transceiver.offer(key, sequence.pages(tokens), prompt_of(tokens), aux_of(tokens), timeout)
 
     def request(
         self, key: TransferKey, sequence: SequenceCache, tokens: int = PROMPT_TOKENS, timeout: float = 60.0
     ) -> None:
         pages = sequence.pages(tokens)
-        self.receiver.transceiver.request(key, self.sender.worker, pages, tokens, timeout)
+        self.receiver.transceiver.request(key, self.sender.worker, pages, prompt_of(tokens), timeout)
 
     def wait_outcome(self, end: End, count: int = 1) -> TransferOutcome:
         wait_until(lambda: len(end.poll()) >= count, WAIT_SECONDS, f"{end.worker} hears {count} outcomes")

@@ -22,9 +22,9 @@ from kvferry.transfer.receiving import SETTLE_SECONDS
 from kvferry.transfer.session import Side
 from kvferry.transfer.transport.base import Post, PostState
 from kvferry.transfer.transport.loopback import LoopbackTransport
-from kvferry.transfer.types import Cancel, Grant, TransferKey, TransferResult, WorkerId
+from kvferry.transfer.types import Cancel, Grant, PromptId, TransferKey, TransferResult, WorkerId
 from tests.helpers import wait_until
-from tests.transfer.pairs import PROMPT_TOKENS, WAIT_SECONDS, End, Message, Pair, aux_of, pair
+from tests.transfer.pairs import PROMPT_TOKENS, WAIT_SECONDS, End, Message, Pair, aux_of, pair, prompt_of
 
 
 def lose(kind: type) -> "object":
@@ -362,7 +362,11 @@ def check_refused_result(bend: "object", story: str) -> None:
 @pytest.mark.parametrize(
     "change, story",
     [
-        (lambda grant, worker: dataclasses.replace(grant, prompt_tokens=29), "29 prompt tokens, 30 were computed"),
+        (lambda grant, worker: dataclasses.replace(grant, prompt=prompt_of(29)), "of 29 tokens, computed was prompt"),
+        (
+            lambda grant, worker: dataclasses.replace(grant, prompt=PromptId.of([7] * 30)),
+            "of 30 tokens, computed was prompt",
+        ),
         (
             lambda grant, worker: dataclasses.replace(grant, sender=dataclasses.replace(worker, incarnation=5)),
             "grant names sender p#5",
@@ -374,7 +378,7 @@ def check_refused_result(bend: "object", story: str) -> None:
             "of 64",
         ),
     ],
-    ids=["prompt length", "sender incarnation", "slot out of range"],
+    ids=["prompt length", "other prompt", "sender incarnation", "slot out of range"],
 )
 def test_grant_that_does_not_fit_is_refused_before_any_write(change: "object", story: str) -> None:
     with pair() as running:
@@ -577,7 +581,7 @@ def test_key_that_is_open_already_is_refused_and_the_first_attempt_goes_on() -> 
         (lambda r: dataclasses.replace(r, wire=dataclasses.replace(r.wire, num_slices=0, num_pages=0)), "0 pages in 0"),
         (lambda r: dataclasses.replace(r, wire=dataclasses.replace(r.wire, num_pages=3)), "accounts for 3 pages"),
         (lambda r: dataclasses.replace(r, wire=dataclasses.replace(r.wire, num_slices=0)), "in 0 slices"),
-        (lambda r: dataclasses.replace(r, aux=aux_of(7)), "7 prompt tokens, not 30"),
+        (lambda r: dataclasses.replace(r, aux=aux_of(7)), "7 prompt tokens, granted was"),
         (
             lambda r: dataclasses.replace(r, aux=dataclasses.replace(r.aux, first_tokens=(1, 2))),
             "exactly one first token",

@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 CALL_SECONDS = 5.0
 RENEWALS_PER_LEASE = 3
-REFUSED_RETRY_SECONDS = 30.0
 
 
 class DirectoryClient:
@@ -38,14 +37,19 @@ class DirectoryClient:
         on_snapshot: Callable[[Snapshot], None],
         entry: DirectoryEntry | None = None,
         lease_seconds: float = 10.0,
+        on_replaced: Callable[[KVError], None] = lambda error: None,
         allow_insecure: bool = False,
     ) -> None:
+        """`on_replaced` is called when the directory refuses this life because a newer one took its name: the worker
+        is out of service for good.
+        """
         self._endpoint = endpoint
         self._channel = open_channel(endpoint, allow_insecure=allow_insecure)
         self._stub = DirectoryStub(self._channel)
         self._on_snapshot = on_snapshot
         self._entry = entry
         self._lease_seconds = lease_seconds
+        self._on_replaced = on_replaced
         self._joined = asyncio.Event()
         self._paired_changed = asyncio.Event()
         self._last_error: KVError | None = None
@@ -112,8 +116,10 @@ class DirectoryClient:
                 await self._renew_until_forgotten(granted)
             except KVError as error:
                 self._note(error)
-                refused = isinstance(error, ConfigError)
-                await asyncio.sleep(REFUSED_RETRY_SECONDS if refused else backoff.next())
+                if isinstance(error, ConfigError):
+                    self._on_replaced(error)
+                    return
+                await asyncio.sleep(backoff.next())
 
     async def _join(self) -> float:
         assert self._entry is not None

@@ -109,7 +109,7 @@ class Link:
             self._log_refusal(str(error))
             return REFUSED_RETRY_SECONDS
         except KVError as error:
-            log.info("channel to %s at %s: %s", self.entry.worker, self.entry.endpoint, error)
+            self._log_refusal(str(error))
         if asyncio.get_running_loop().time() - started >= STEADY_SECONDS:
             backoff.reset()
         return backoff.next()

@@ -108,7 +108,7 @@ class TransferKey(_message.Message):
     transfer_id: _builtins.bytes
     """Exactly 16 random bytes; empty is refused."""
     attempt: _builtins.int
-    """Counts attempts; zero is the first."""
+    """Counts attempts; 1 is the first, zero is refused."""
     def __init__(
         self,
         *,

@@ -106,10 +106,13 @@ class Grant(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     LAYER_GROUPS_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt; zero is refused."""
     timeout_seconds: _builtins.float
     """Seconds from now that the receiver will wait; zero is refused."""
+    prompt_digest: _builtins.bytes
+    """SHA-256 of the prompt's tokens as little-endian int32, 32 bytes; anything else is refused."""
     @_builtins.property
     def key(self) -> _common_pb2.TransferKey:
         """The attempt; absence is refused."""
@@ -135,10 +138,11 @@ class Grant(_message.Message):
         prompt_tokens: _builtins.int = ...,
         layer_groups: _abc.Iterable[Global___LayerGroupBlocks] | None = ...,
         timeout_seconds: _builtins.float = ...,
+        prompt_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "receiver", b"receiver", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "layer_groups", b"layer_groups", "prompt_tokens", b"prompt_tokens", "receiver", b"receiver", "sender", b"sender", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "layer_groups", b"layer_groups", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "receiver", b"receiver", "sender", b"sender", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

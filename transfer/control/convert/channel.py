@@ -5,13 +5,14 @@ import numpy as np
 from kvferry.cache.page_table import BlockLists, EpochList, SlotList
 from kvferry.transfer.control.convert import checks, common
 from kvferry.transfer.control.handlers import ChannelBody, Envelope, Hello
-from kvferry.transfer.types import AuxRecord, Cancel, Failure, Grant, ResultStatus, TransferResult
+from kvferry.transfer.types import AuxRecord, Cancel, Failure, Grant, PromptId, ResultStatus, TransferResult
 from kvferry.v1 import transfer_pb2 as pb
 
 MAX_LAYER_GROUPS = 256
 MAX_BLOCKS = 1 << 21
 ENTRY_BYTES = 4
 MAX_FIRST_TOKENS = 1024
+DIGEST_BYTES = 32
 
 _STATUSES = {
     pb.RESULT_STATUS_OK: ResultStatus.OK,
@@ -72,12 +73,20 @@ def hello_from_wire(message: pb.Hello) -> Hello:
     return Hello(common.worker_from_wire(message.worker), version)
 
 
+def _prompt_from_wire(message: pb.Grant) -> PromptId:
+    num_tokens = checks.count("Grant.prompt_tokens", message.prompt_tokens, low=1, high=common.MAX_TOKENS)
+    digest = message.prompt_digest
+    checks.require(len(digest) == DIGEST_BYTES, "Grant.prompt_digest", digest, f"it must have {DIGEST_BYTES} bytes")
+    return PromptId(num_tokens, digest)
+
+
 def grant_to_wire(grant: Grant) -> pb.Grant:
     return pb.Grant(
         key=common.key_to_wire(grant.key),
         sender=common.worker_to_wire(grant.sender),
         receiver=common.worker_to_wire(grant.receiver),
-        prompt_tokens=grant.prompt_tokens,
+        prompt_tokens=grant.prompt.num_tokens,
+        prompt_digest=grant.prompt.digest,
         layer_groups=[
             _blocks_to_wire(slots, epochs) for slots, epochs in zip(grant.pages.slots, grant.pages.epochs, strict=True)
         ],
@@ -92,7 +101,7 @@ def grant_from_wire(message: pb.Grant) -> Grant:
         key=common.key_from_wire(message.key),
         sender=common.worker_from_wire(message.sender),
         receiver=common.worker_from_wire(message.receiver),
-        prompt_tokens=checks.count("Grant.prompt_tokens", message.prompt_tokens, low=1, high=common.MAX_TOKENS),
+        prompt=_prompt_from_wire(message),
         pages=_pages_from_wire(message),
         timeout_seconds=checks.seconds("Grant.timeout_seconds", message.timeout_seconds),
     )

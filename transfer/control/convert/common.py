@@ -64,7 +64,7 @@ def key_from_wire(message: pb.TransferKey) -> TransferKey:
     raw = message.transfer_id
     rule = f"it must be {TRANSFER_ID_BYTES} bytes"
     checks.require(len(raw) == TRANSFER_ID_BYTES, "TransferKey.transfer_id", raw, rule)
-    return TransferKey(raw.hex(), checks.count("TransferKey.attempt", message.attempt, high=MAX_ATTEMPT))
+    return TransferKey(raw.hex(), checks.count("TransferKey.attempt", message.attempt, low=1, high=MAX_ATTEMPT))
 
 
 def usage_to_wire(usage: Usage) -> pb.Usage:

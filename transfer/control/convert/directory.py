@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from kvferry.cache.errors import RemoteProtocolError
+from kvferry.transfer.control.addresses import AddressError, parse_address
 from kvferry.transfer.control.convert import checks, common
 from kvferry.transfer.control.handlers import Snapshot
 from kvferry.transfer.inference import DirectoryEntry
@@ -29,7 +31,7 @@ def entry_from_wire(message: pb.Entry) -> DirectoryEntry:
     return DirectoryEntry(
         worker=common.worker_from_wire(message.worker),
         role=common.role_from_wire("Entry.role", message.role),
-        endpoint=checks.name("Entry.endpoint", message.endpoint),
+        endpoint=_endpoint(message.endpoint),
         model=checks.text("Entry.model", message.model),
         paired=paired_from_wire("Entry.paired", message.paired),
     )
@@ -48,3 +50,13 @@ def snapshot_to_wire(snapshot: Snapshot) -> pb.WatchResponse:
 def snapshot_from_wire(message: pb.WatchResponse) -> Snapshot:
     checks.sized("WatchResponse.members", message.members, high=MAX_MEMBERS)
     return Snapshot(message.version, tuple(entry_from_wire(entry) for entry in message.members))
+
+
+def _endpoint(value: str) -> str:
+    """HOST:PORT that something can connect to."""
+    try:
+        port = parse_address(checks.name("Entry.endpoint", value)).port
+    except AddressError as error:
+        raise RemoteProtocolError(f"Entry.endpoint: {error}") from None
+    checks.require(port > 0, "Entry.endpoint", value, "nothing can connect to port 0")
+    return value

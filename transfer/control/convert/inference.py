@@ -63,7 +63,7 @@ def call_from_wire(message: pb.GenerateCall) -> GenerateCall:
     checks.present(message, "sampling")
     prompt, token_ids = _prompt_from_wire(message)
     return GenerateCall(
-        request_id=checks.text("GenerateCall.request_id", message.request_id, max_chars=MAX_REQUEST_ID_CHARS),
+        request_id=_request_id("GenerateCall.request_id", message.request_id),
         prompt=prompt,
         prompt_token_ids=token_ids,
         chat=message.chat,
@@ -118,7 +118,7 @@ def decode_call_from_wire(message: pb.DecodeRequest) -> DecodeCall:
     for field in ("key", "sender", "sampling"):
         checks.present(message, field)
     return DecodeCall(
-        request_id=checks.text("DecodeRequest.request_id", message.request_id, max_chars=MAX_REQUEST_ID_CHARS),
+        request_id=_request_id("DecodeRequest.request_id", message.request_id),
         key=common.key_from_wire(message.key),
         sender=common.worker_from_wire(message.sender),
         prompt_token_ids=common.tokens_from_wire("DecodeRequest.prompt_token_ids", message.prompt_token_ids, low=1),
@@ -198,3 +198,8 @@ def _timings_from_wire(message: pb.Timings) -> Timings:
             "Timings.first_decode_step_seconds", message.first_decode_step_seconds, zero=True
         ),
     )
+
+
+def _request_id(field: str, value: str) -> str:
+    """Empty, or short and printable: it stands in log lines."""
+    return checks.name(field, value, max_chars=MAX_REQUEST_ID_CHARS) if value else value
