@@ -53,7 +53,7 @@ check: $(INSTALLED) ## style, types, fresh generated code, import arrows, the wh
 	@$(BIN)/mypy -p kvferry.cache -p kvferry.transfer -p kvferry.deploy
 	@echo "check: generated code and pages"
 	@$(BIN)/python proto/generate.py --check
-	@$(BIN)/python scripts/structures.py --check
+	@$(BIN)/python scripts/pages.py --check
 	@echo "check: shell scripts"
 	@scripts/check-shell
 	@echo "check: repository"
@@ -61,7 +61,7 @@ check: $(INSTALLED) ## style, types, fresh generated code, import arrows, the wh
 
 proto: $(INSTALLED) ## generate the code of proto/ and the generated pages again
 	@$(BIN)/python proto/generate.py
-	@$(BIN)/python scripts/structures.py
+	@$(BIN)/python scripts/pages.py
 
 deps-system: ## install the Debian packages that checks and tests use (needs root)
 	@scripts/deps-system

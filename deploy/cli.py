@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import math
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -20,33 +21,55 @@ from kvferry.deploy.config import FrontendConfig, WorkerConfig, load
 from kvferry.deploy.process import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_NOBODY_READS,
     EXIT_OK,
+    NobodyReads,
+    Terminated,
     check_endpoint_file,
     configure_logging,
     die_with_parent,
     leave,
+    never_fail_to_encode,
+    printable,
+    say,
     serve,
+    terminated_like_interrupted,
 )
 from kvferry.transfer.control.client import InferenceClient
+from kvferry.transfer.control.convert.checks import MAX_DURATION_SECONDS
+from kvferry.transfer.control.convert.common import MAX_TOKENS
+from kvferry.transfer.control.convert.inference import MAX_TEMPERATURE
 from kvferry.transfer.inference import GenerateCall, SamplingParams, TokenChunk
 
 app = typer.Typer(
     name="kvferry",
     help="Move the KV cache of a prompt from the worker that computed it to the worker that decodes it.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-Config = Annotated[Path | None, typer.Option("--config", help="YAML file with the configuration.")]
-Listen = Annotated[str | None, typer.Option("--listen", help="HOST:PORT to serve on; port 0 takes a free one.")]
-Setting = Annotated[
+MAX_SEED = (1 << 63) - 1
+MAX_WORKERS = 64
+"""Of one role in the demo; each is a process with a copy of the model."""
+
+Config = Annotated[
+    Path | None, typer.Option("--config", metavar="PATH", help="YAML file with the configuration; keys as for --set.")
+]
+Listen = Annotated[
+    str | None, typer.Option("--listen", metavar="HOST:PORT", help="Where to serve; port 0 takes a free one.")
+]
+WorkerSetting = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set any configuration key, e.g. pools.quota_bytes=512MiB."),
 ]
+FrontendSetting = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set any configuration key, e.g. max_inflight_requests=64."),
+]
 EndpointFile = Annotated[
-    Path | None, typer.Option("--endpoint-file", help="Write HOST:PORT to this file once serving.")
+    Path | None,
+    typer.Option("--endpoint-file", metavar="PATH", help="Write HOST:PORT to this file once serving."),
 ]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
@@ -54,17 +77,25 @@ LogLevel = Annotated[
 ]
 
 
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context) -> int:
+    """Say what there is to say when no command is named."""
+    if context.invoked_subcommand is None:
+        print(context.get_help(), file=sys.stderr)
+    return EXIT_FAILED
+
+
 @app.command()
 def demo(
     model: Annotated[
-        str, typer.Option(help="smollm2, tiny-gpt-oss, tiny-gemma3, or a model folder or .gguf file.")
+        str, typer.Option(metavar="TEXT", help="smollm2, tiny-gpt-oss, tiny-gemma3, or a model folder or .gguf file.")
     ] = "smollm2",
     prompt: Annotated[
-        str | None, typer.Option(help="Text to answer; a question about the Moon when not given.")
+        str | None, typer.Option(metavar="TEXT", help="Text to answer; a question about the Moon when not given.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 48,
-    prefill: Annotated[int, typer.Option(help="Number of prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option(help="Number of decode workers.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(metavar="NUMBER", help="Tokens to generate at most.")] = 48,
+    prefill: Annotated[int, typer.Option(metavar="NUMBER", help="Number of prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(metavar="NUMBER", help="Number of decode workers.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> int:
     """Serve one prompt disaggregated on this machine and compare with a single process.
@@ -72,26 +103,35 @@ def demo(
     Exit code 0: identical. 1: the tokens differ. 2: it could not run.
     """
     text = None if prompt is None else _text(prompt)
+    _check_new_tokens(max_new_tokens)
+    for flag, number in (("--prefill", prefill), ("--decode", decode)):
+        _require(1 <= number <= MAX_WORKERS, flag, number, f"from 1 to {MAX_WORKERS}")
     # The model libraries take seconds to import; only this command and `worker` need them.
     from kvferry.deploy.demo import PROMPT, DemoOptions, run_demo
 
     options = DemoOptions(model, PROMPT if text is None else text, max_new_tokens, prefill, decode, as_json)
-    return run_demo(options)
+    with terminated_like_interrupted():
+        return run_demo(options)
 
 
 @app.command()
 def worker(
-    role: Annotated[str | None, typer.Option(help="prefill, decode or both.")] = None,
+    role: Annotated[str | None, typer.Option(metavar="ROLE", help="prefill, decode or both. Required.")] = None,
     config: Config = None,
-    name: Annotated[str | None, typer.Option(help="Name in the directory.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model name, folder or .gguf file.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="TEXT", help="Name in the directory.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="TEXT", help="Model name, folder or .gguf file.")] = None,
     listen: Listen = None,
-    directory: Annotated[str | None, typer.Option(help="HOST:PORT of the frontend's directory.")] = None,
-    settings: Setting = None,
+    directory: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The frontend, which serves the directory. Required.")
+    ] = None,
+    settings: WorkerSetting = None,
     endpoint_file: EndpointFile = None,
     log_level: LogLevel = "info",
 ) -> int:
-    """Run a prefill worker, a decode worker, or one that does both."""
+    """Run a prefill worker, a decode worker, or one that does both.
+
+    What is required may come from the flag, from the environment (KVFERRY_WORKER__ROLE=prefill) or from the file.
+    """
     flags = {"role": role, "name": name, "model": model, "listen": listen, "directory": directory}
     loaded = load(WorkerConfig, config, {**flags, **_pairs(settings)}, os.environ)
     if endpoint_file is not None:
@@ -109,7 +149,7 @@ def worker(
 def frontend(
     config: Config = None,
     listen: Listen = None,
-    settings: Setting = None,
+    settings: FrontendSetting = None,
     endpoint_file: EndpointFile = None,
     log_level: LogLevel = "info",
 ) -> int:
@@ -125,49 +165,69 @@ def frontend(
 
 @app.command()
 def generate(
-    frontend: Annotated[str, typer.Option(help="HOST:PORT of the frontend.")],
-    prompt: Annotated[str, typer.Option(help="Text to answer.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the draw when temperature is above 0.")] = 0,
+    frontend: Annotated[str, typer.Option(metavar="HOST:PORT", help="The frontend.")],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to answer.")],
+    max_new_tokens: Annotated[int, typer.Option(metavar="NUMBER", help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(metavar="NUMBER", help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Seed of the draw when temperature is above 0.")] = 0,
     chat: Annotated[bool, typer.Option(help="Wrap the prompt as a user turn of the model's chat template.")] = True,
-    timeout: Annotated[float, typer.Option(help="Seconds the whole request may take.")] = 120.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of the whole request.")] = 120.0,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Wait this long for the frontend, and workers, to serve.")
+    ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> int:
     """Send one prompt to a frontend and stream the answer."""
+    text = _text(prompt)
+    _check_new_tokens(max_new_tokens)
+    _require(0 <= temperature <= MAX_TEMPERATURE, "--temperature", temperature, f"from 0 to {MAX_TEMPERATURE:g}")
+    _require(0 <= seed <= MAX_SEED, "--seed", seed, f"from 0 to {MAX_SEED}")
+    _check_seconds("--timeout", timeout)
+    if wait != 0:
+        _check_seconds("--wait", wait)
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    call = GenerateCall(prompt=_text(prompt), chat=chat, sampling=sampling, timeout_seconds=timeout)
-    return asyncio.run(_generate(frontend, call, as_json))
+    call = GenerateCall(prompt=text, chat=chat, sampling=sampling, timeout_seconds=timeout)
+    return asyncio.run(_generate(frontend, call, wait, as_json))
 
 
 @app.command()
 def status(
-    worker: Annotated[str, typer.Option(help="HOST:PORT of the worker.")],
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 5.0,
+    worker: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="The worker; its log and its --endpoint-file say where it serves.")
+    ],
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of the wait for the answer.")] = 5.0,
 ) -> int:
     """Print what a worker says of itself as one JSON object."""
+    _check_seconds("--timeout", timeout)
     return asyncio.run(_status(worker, timeout))
 
 
-async def _generate(endpoint: str, call: GenerateCall, as_json: bool) -> int:
-    text, tokens = "", 0
-    async with InferenceClient(endpoint) as client, aclosing(client.generate(call)) as events:
-        async for event in events:
-            if isinstance(event, TokenChunk):
-                text += event.text
-                tokens += len(event.token_ids)
-                if not as_json:
-                    print(event.text, end="", flush=True)
-            elif as_json:
-                print(json.dumps({"text": text, **_plain(event)}))
+async def _generate(endpoint: str, call: GenerateCall, wait_seconds: float, as_json: bool) -> int:
+    text = ""
+    async with InferenceClient(endpoint) as client:
+        if wait_seconds:
+            await client.wait_serving(wait_seconds)
+        async with aclosing(client.generate(call)) as events:
+            async for event in events:
+                if isinstance(event, TokenChunk):
+                    text += event.text
+                    if not as_json:
+                        say(_shown(event.text), end="")
+                elif as_json:
+                    say(json.dumps({"text": text, **_plain(event)}))
     if not as_json:
-        print()
+        say("")
     return EXIT_OK
+
+
+def _shown(text: str) -> str:
+    """Generated text for standard output; a terminal would obey what is not printable, a file keeps it."""
+    return printable(text) if sys.stdout.isatty() else text
 
 
 async def _status(endpoint: str, timeout_seconds: float) -> int:
     async with InferenceClient(endpoint) as client:
-        print(json.dumps(_plain(await client.get_status(timeout_seconds))))
+        say(json.dumps(_plain(await client.get_status(timeout_seconds))))
     return EXIT_OK
 
 
@@ -202,10 +262,25 @@ def _text(prompt: str) -> str:
     return prompt
 
 
+def _require(holds: bool, flag: str, value: float, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"{flag} is {value if isinstance(value, int) else format(value, 'g')}: it must be {rule}")
+
+
+def _check_new_tokens(value: int) -> None:
+    _require(1 <= value <= MAX_TOKENS, "--max-new-tokens", value, f"from 1 to {MAX_TOKENS}")
+
+
+def _check_seconds(flag: str, value: float) -> None:
+    holds = math.isfinite(value) and 0 < value <= MAX_DURATION_SECONDS
+    _require(holds, flag, value, f"a number of seconds above 0, at most {MAX_DURATION_SECONDS:.0f}")
+
+
 def main() -> NoReturn:
     """Run a command and end the process with its exit code; errors are one line on stderr."""
     code = EXIT_FAILED
     try:
+        never_fail_to_encode()
         code = exit_code(_run)
     finally:
         leave(code)
@@ -226,17 +301,20 @@ def exit_code(command: Callable[[], Any]) -> int:
         return _complain(error.format_message().replace("Value error, ", "") + _given(error))
     except asyncio.CancelledError:
         return _complain("the call was cancelled from inside before it ended")
-    except BrokenPipeError:
-        return _complain("nobody reads the output any more")
+    except (NobodyReads, BrokenPipeError, SystemExit):  # the last is typer's answer to a closed pipe
+        return EXIT_NOBODY_READS
+    except OSError as error:
+        return _complain(f"the system refused: {error}")
     except Exit as error:
         result = error.exit_code
+    except Terminated as error:
+        return _tell(str(error), 128 + error.number)
     except (KeyboardInterrupt, Abort):
         result = EXIT_INTERRUPTED
     except Exception:  # noqa: BLE001 - a bug: the traceback is shown, and the code is not mistaken for a verdict
-        traceback.print_exc()
-        return EXIT_FAILED
+        return _tell(traceback.format_exc(), EXIT_FAILED)
     if result == EXIT_INTERRUPTED:
-        print("kvferry: interrupted", file=sys.stderr)
+        return _tell("interrupted", EXIT_INTERRUPTED)
     return result if isinstance(result, int) else EXIT_OK
 
 
@@ -248,5 +326,11 @@ def _given(error: TyperException) -> str:
 
 
 def _complain(message: str) -> int:
-    print(f"kvferry: error: {' '.join(message.split())}", file=sys.stderr)
-    return EXIT_FAILED
+    return _tell(f"error: {' '.join(message.split())}", EXIT_FAILED)
+
+
+def _tell(message: str, code: int) -> int:
+    """Write to standard error, if anything can be written there, and return the exit code."""
+    with suppress(OSError, ValueError):
+        print(f"kvferry: {message}", file=sys.stderr)
+    return code

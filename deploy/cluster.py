@@ -21,7 +21,7 @@ import yaml
 
 from kvferry.cache.errors import DeadlineExceeded, LocalProtocolError, Unavailable
 from kvferry.deploy.config import FrontendConfig, WorkerConfig, without_keys
-from kvferry.deploy.process import PARENT_VARIABLE
+from kvferry.deploy.process import PARENT_VARIABLE, signals_deferred
 
 STOP_SECONDS = 20.0
 WORKERS_SHARE = 0.75
@@ -86,7 +86,8 @@ class Cluster:
         config_file.write_text(yaml.safe_dump(dict(config)))
         endpoint_file, log_file = self.folder / f"{name}.endpoint", self.folder / f"{name}.log"
         command = [*self.program, kind, "--config", str(config_file), "--endpoint-file", str(endpoint_file)]
-        with log_file.open("wb") as log:
+        # Ctrl-C between the start of a child and its entry in the list would leave it behind.
+        with log_file.open("wb") as log, signals_deferred():
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -99,8 +100,8 @@ class Cluster:
                 # A group of its own: Ctrl-C reaches only this process, which then stops its children in order.
                 process_group=0,
             )
-        child = Child(kind, name, process, endpoint_file, log_file)
-        self.children.append(child)
+            child = Child(kind, name, process, endpoint_file, log_file)
+            self.children.append(child)
         return child
 
     def wait_endpoint(self, child: Child, timeout_seconds: float) -> str:

@@ -282,7 +282,7 @@ def _parse_yaml(path: Path, content: bytes) -> object:
     return {} if values is None else values
 
 
-def _flattened(values: Mapping[object, object], above: Key) -> Iterator[tuple[Key, object]]:
+def _flattened(values: Mapping[Any, object], above: Key) -> Iterator[tuple[Key, object]]:
     for name, value in values.items():
         key = (*above, str(name))
         # No valid key is this deep; without the limit a file that refers to itself would never end.

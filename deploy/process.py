@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import unicodedata
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -28,6 +29,8 @@ EXIT_NOBODY_READS = 128 + signal.SIGPIPE
 PARENT_VARIABLE = "KVFERRY_PARENT_PID"
 
 _PR_SET_PDEATHSIG = 1
+_KEPT_LETTERS = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
+"""Not printable by Python's rule, but part of text: the joiners belong to emoji and to several scripts."""
 
 
 class NobodyReads(Exception):
@@ -62,6 +65,35 @@ def say(text: str, end: str = "\n") -> None:
         raise NobodyReads from None
     except OSError as error:
         raise ConfigError(f"the output cannot be written: {error.strerror}") from None
+
+
+def printable(text: str) -> str:
+    """Text that a terminal only shows: what is neither printable nor white space is written as its escape."""
+    return "".join(letter if _is_shown(letter) else letter.encode("unicode_escape").decode() for letter in text)
+
+
+def _is_shown(letter: str) -> bool:
+    return letter.isprintable() or letter in _KEPT_LETTERS or unicodedata.category(letter) == "Zs"
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Inside, SIGINT, SIGTERM and SIGHUP wait; what came is raised again at the end. Main thread only.
+
+    Handlers, and no signal mask: programs that are started inside would inherit the mask.
+    """
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handled = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in handled:
+        signal.signal(number, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+        for came in received:
+            signal.raise_signal(came)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cache.errors import LocalProtocolError, Unavailable
+from kvferry.cache.errors import DeadlineExceeded, LocalProtocolError, Unavailable
 from kvferry.deploy.cluster import Cluster, stop_well
 from tests.helpers import wait_until
 
@@ -34,7 +34,10 @@ def on_term(number, frame):
         os._exit(config.get("code", 0))
 
 signal.signal(signal.SIGTERM, on_term)
-pathlib.Path(endpoint_file).write_text("127.0.0.1:1")
+variables = sorted(name for name in os.environ if name.startswith("KVFERRY_") and "__" in name)
+pathlib.Path(config_file).with_suffix(".variables").write_text(" ".join(variables))
+if not config.get("mute"):
+    pathlib.Path(endpoint_file).write_text("127.0.0.1:1")
 print("some last words", flush=True)
 while True:
     signal.pause()
@@ -113,6 +116,23 @@ def test_interrupt_during_stop_kills_at_once(cluster: Cluster) -> None:
     assert journal(cluster) == ["stops w0"]
 
 
+def test_environment_sets_only_what_the_configuration_leaves_open(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ROLE", "POOLS__QUOTA_BYTES", "POOLS__SLOT_ORDER", "NUM_THREADS"):
+        monkeypatch.setenv(f"KVFERRY_WORKER__{name}", "1")
+    monkeypatch.setenv("KVFERRY_FRONTEND__ROLE", "1")
+    start(cluster, "worker", "w0", role="decode", pools={"quota_bytes": 5}, num_threads=None)
+    passed = ["FRONTEND__ROLE", "WORKER__NUM_THREADS", "WORKER__POOLS__SLOT_ORDER"]
+    assert (cluster.folder / "w0.variables").read_text().split() == [f"KVFERRY_{name}" for name in passed]
+
+
+def test_child_that_is_late_is_named_once(cluster: Cluster) -> None:
+    child = cluster.start("worker", "w0", {"journal": "/", "mute": True})
+    with pytest.raises(DeadlineExceeded, match=r"^w0: does not serve after 0 s: "):
+        cluster.wait_endpoint(child, 0.0)
+
+
 def test_start_from_a_thread_that_may_end_is_refused(cluster: Cluster) -> None:
     refused: list[str] = []
 
@@ -134,5 +154,5 @@ def test_child_that_ends_while_starting_is_told_with_its_last_words(cluster: Clu
     wait_until(lambda: child.endpoint, 20.0, "the child runs")
     os.kill(child.process.pid, signal.SIGKILL)
     child.process.wait(10.0)
-    with pytest.raises(Unavailable, match="w0: w0 ended with exit code -9"):
+    with pytest.raises(Unavailable, match=r"^w0: ended with exit code -9: some last words$"):
         cluster.check_alive()

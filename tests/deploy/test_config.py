@@ -14,6 +14,7 @@ from kvferry.deploy.config import (
     TransferConfig,
     WorkerConfig,
     load,
+    without_keys,
 )
 from kvferry.transfer.types import Role
 
@@ -112,6 +113,54 @@ def test_file_with_bad_yaml_names_line_and_column(tmp_path: Path) -> None:
     message = refusal(tmp_path, "role: decode\npools: {quota_bytes: 1\nname: x\n")
 
     assert message.startswith("worker.yaml: is not valid YAML at line 3, column 5: ")
+
+
+@pytest.mark.parametrize(
+    "content, key, line",
+    [
+        ("role: decode\nname: a\nrole: both\n", "role", 3),
+        ("pools:\n  quota_bytes: 1\n  quota_bytes: 2\n", "quota_bytes", 3),
+    ],
+)
+def test_file_with_a_key_twice_names_key_and_line(tmp_path: Path, content: str, key: str, line: int) -> None:
+    message = refusal(tmp_path, content)
+
+    assert message.startswith(f"worker.yaml: is not valid YAML at line {line}, column ")
+    assert message.endswith(f"the key {key!r} is there twice")
+
+
+@pytest.mark.parametrize(
+    "name, right",
+    [
+        ("KVFERRY_WORKER_ROLE", "KVFERRY_WORKER__ROLE"),
+        ("KVFERRY_WORKER_POOLS_QUOTA_BYTES", "KVFERRY_WORKER__POOLS__QUOTA_BYTES"),
+        ("KVFERRY_WORKER_POOLS__QUOTA_BYTE", "KVFERRY_WORKER__POOLS__QUOTA_BYTES"),
+    ],
+)
+def test_variable_with_one_underscore_names_the_right_spelling(tmp_path: Path, name: str, right: str) -> None:
+    message = refusal(tmp_path, environ={name: "1"})
+
+    assert message == f"{name} is not read: two underscores stand between the parts, as in {right}"
+
+
+@pytest.mark.parametrize("rest", ["PORT", "PORT_7470_TCP_ADDR", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC"])
+def test_variables_of_a_container_platform_are_not_taken_for_mistakes(tmp_path: Path, rest: str) -> None:
+    assert worker(tmp_path, environ={f"KVFERRY_WORKER_{rest}": "1", "KVFERRY_FRONTEND_LISTEN": "1"}).name
+
+
+def test_without_keys_drops_what_the_configuration_sets() -> None:
+    environ = {
+        "KVFERRY_WORKER__ROLE": "1",
+        "KVFERRY_WORKER__pools__QUOTA_BYTES": "1",
+        "KVFERRY_WORKER__POOLS__SLOT_ORDER": "1",
+        "KVFERRY_WORKER__POOLS": "1",
+        "KVFERRY_FRONTEND__ROLE": "1",
+        "HOME": "/",
+    }
+
+    left = without_keys("KVFERRY_WORKER__", {"role": "both", "pools": {"quota_bytes": 5}, "model": None}, environ)
+
+    assert left == {name: environ[name] for name in list(environ)[2:]}
 
 
 @pytest.mark.parametrize("content", [b"name: \xff\xfe", b"name: \x00", b"when: 2026-99-99", b"[" * 5000])

@@ -56,7 +56,9 @@ def test_demo_json_says_identical_and_how(model: str, tmp_path: Path) -> None:
 def test_demo_of_the_real_model_streams_text_and_ends_with_the_verdict() -> None:
     ended = run("demo", "--max-new-tokens", "12")
     assert ended.code == 0
-    assert ended.out.splitlines()[0].startswith("The tides")
+    assert ended.out.startswith("prompt: The Moon is about 384,400 kilometres from Earth")
+    assert "\nanswer: The tides" in ended.out
+    assert "\n(stopped at --max-new-tokens 12)\n" in ended.out
     assert ended.out.splitlines()[-1] == "identical to a single process: yes (12/12 tokens)"
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -100,20 +101,29 @@ def test_demo_whose_worker_is_killed_while_starting_ends_with_one_line() -> None
     assert "ended with exit code -9" in ended.err
 
 
-@pytest.mark.parametrize("moment", ["starting", "serving"])
-def test_demo_interrupted_leaves_no_process_and_no_shared_memory(moment: str) -> None:
+@pytest.mark.parametrize(
+    "moment, number, code, words",
+    [
+        ("starting", signal.SIGTERM, 143, "kvferry: ended by SIGTERM"),
+        ("serving", signal.SIGINT, 130, "kvferry: interrupted"),
+    ],
+)
+def test_demo_ended_by_a_signal_leaves_nothing_behind(
+    tmp_path: Path, moment: str, number: int, code: int, words: str
+) -> None:
     before = shared_memory()
-    demo = start("demo", "--model", MODEL, "--max-new-tokens", "3000")
+    demo = start("demo", "--model", MODEL, "--max-new-tokens", "3000", environ={"TMPDIR": str(tmp_path)})
     assert demo.stdout is not None
     if moment == "starting":
         wait_until(lambda: len(children_of_demo("worker")) == 2, 60.0, "both workers are starting")
     else:
         demo.stdout.read(1)
-    demo.send_signal(signal.SIGINT)
+    demo.send_signal(number)
     ended = finish(demo, INTERRUPT_SECONDS)
-    assert ended.code == 130
-    assert "kvferry: interrupted" in ended.err
+    assert ended.code == code
+    assert ended.error_lines[-1] == words
     assert not started_processes()
+    assert list(tmp_path.glob("kvferry-*")) == []
     assert shared_memory() <= before
 
 

@@ -102,7 +102,7 @@ def _convert_into(source: Path, target: Path, report: Report) -> None:
 def _convert(source: Path, folder: Path, report: Report) -> None:
     started = time.monotonic()
     report(f"converting {source.name} once into {folder.parent} (less than a minute for 100 MB)")
-    with library_errors(f"convert {source}"):
+    with library_errors(f"convert {source}, which may be truncated or damaged"):
         _save_tokenizer(source, folder)
         _save_network(source, folder)
     report(f"converted {source.name} in {time.monotonic() - started:.0f} s")
