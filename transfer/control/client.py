@@ -107,7 +107,7 @@ class InferenceClient:
                             return
                         state = "it answers, but does not serve yet"
                     except ControlError as error:
-                        state = str(error)
+                        state = error.reason
                     await asyncio.sleep(backoff.next())
         except TimeoutError:
             raise DeadlineExceeded(f"not serving after {timeout_seconds:g} s: {state}", peer=self._endpoint) from None
