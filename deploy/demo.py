@@ -260,8 +260,8 @@ def _rows(options: DemoOptions, served: Served) -> list[tuple[str, str]]:
         ("descriptors", str(wire.num_descriptors)),
         ("lane", wire.lane),
         ("transfer", f"{wire.seconds:.6f} s, {rate:.2f} GB/s"),
-        ("first token (prefill sampled it)", f"after {served.first_token_seconds:.3f} s"),
-        ("first token decode computed", f"after {parts['total']:.3f} s\n= {split}"),
+        ("token sampled by prefill", f"after {served.first_token_seconds:.3f} s"),
+        ("time to first token", f"{parts['total']:.3f} s, computed by decode\n= {split}"),
     ]
 
 

@@ -70,8 +70,8 @@ def test_report_is_at_most_100_columns_wide_and_whole() -> None:
     words = " ".join(table.replace("│", " ").split())
     for part in (
         "full: 182 slots of 1.41 MiB window 128 and full: 182 slots of 24 KiB",
-        "first token (prefill sampled it) after 0.101 s",
-        "first token decode computed after 0.161 s = queue 0.000 + prefill 0.100 + transfer 0.020",
+        "token sampled by prefill after 0.101 s",
+        "time to first token 0.161 s, computed by decode = queue 0.000 + prefill 0.100 + transfer 0.020",
     ):
         assert part in words
 
