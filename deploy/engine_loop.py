@@ -10,8 +10,9 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -46,6 +47,19 @@ from kvferry.transfer.types import AuxRecord, PromptId, TransferKey, Usage, Work
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.05
+
+
+@contextmanager
+def _library(doing: str) -> Iterator[None]:
+    """What the model's library raises, of whatever class, ends this request and no other."""
+    try:
+        yield
+    except KVError:
+        raise
+    except Exception as error:
+        raise ComputeError(f"cannot {doing}: {type(error).__name__}: {error}") from error
+
+
 Result = TypeVar("Result")
 
 
@@ -91,6 +105,7 @@ class EngineLoop:
         self._clock = clock
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue(settings.max_waiting + 64)
         self._awake = threading.Event()
+        self._gate = threading.Lock()
         self._stopping = False
         self._transceiver: Transceiver | None = None
         self._on_failure: Callable[[], None] = lambda: None
@@ -154,7 +169,9 @@ class EngineLoop:
             log.exception("engine loop failed")
             story = f"the engine loop failed: {error}"
             self._on_failure()
-        self._stopping = True
+        with self._gate:
+            # Whoever is past the gate has its command in the inbox; nobody gets in any more.
+            self._stopping = True
         self._fail_all(Unavailable(story, peer=str(self._worker)))
 
     @torch.inference_mode()
@@ -180,12 +197,13 @@ class EngineLoop:
         return worked or bool(self._running) or not self._inbox.empty()
 
     def _enqueue(self, command: Callable[[], None]) -> None:
-        if self._stopping:
-            raise Unavailable("the worker is shutting down", peer=str(self._worker))
-        try:
-            self._inbox.put_nowait(command)
-        except queue.Full:
-            raise self._too_many() from None
+        with self._gate:
+            if self._stopping:
+                raise Unavailable("the worker is shutting down", peer=str(self._worker))
+            try:
+                self._inbox.put_nowait(command)
+            except queue.Full:
+                raise self._too_many() from None
         self.wake()
 
     def _too_many(self) -> CapacityError:
@@ -206,10 +224,15 @@ class EngineLoop:
         return self._transceiver
 
     def _guard(self, request: Request, step: Callable[[Request], None]) -> None:
-        """Run one step of one request; its own failure ends that request only."""
+        """Run one step of one request; its own failure ends that request only.
+
+        Broken books end the loop. The request that found them hears just that, so that nobody tries it elsewhere.
+        """
         try:
             step(request)
-        except InvariantError:
+        except InvariantError as error:
+            self._requests.discard(request)
+            request.sink.finish(error)
             raise
         except KVError as error:
             self._end(request, error)
@@ -237,10 +260,10 @@ class EngineLoop:
                 f"{tokens} prompt tokens and {request.sampling.max_new_tokens} new ones exceed max_seq_len_tokens "
                 f"{limit}: shorten the prompt or ask for fewer tokens"
             )
-        self._check_vocabulary(request)
+        self._check_vocabulary(request.prompt)
 
-    def _check_vocabulary(self, request: Request) -> None:
-        wrong = [token for token in request.prompt if not 0 <= token < self._engine.vocab_size]
+    def _check_vocabulary(self, tokens: Sequence[int]) -> None:
+        wrong = [token for token in tokens if not 0 <= token < self._engine.vocab_size]
         if wrong:
             raise ConfigError(f"token ids {wrong[:5]} are outside the vocabulary of {self._engine.vocab_size}")
 
@@ -262,22 +285,39 @@ class EngineLoop:
         except CapacityError as error:
             if error.permanent:
                 raise
+            self._check_fits_beside_quarantine(request)
             return False
         request.started_at = self._clock()
         return True
+
+    def _check_fits_beside_quarantine(self, request: Request) -> None:
+        """Raise CapacityError when pages that may never come back leave too little room: waiting would not help."""
+        need, lost = self._need(request), self._required().quarantined_slots()
+        left = [usage.num_slots - slots for usage, slots in zip(self._manager.usage(), lost, strict=True)]
+        if any(slots > room for slots, room in zip(need, left, strict=True)):
+            raise CapacityError(
+                f"needs {list(need)} slots per pool group, {left} are left beside {list(lost)} in quarantine: restart "
+                "the worker, or shorten the request",
+                requested=need,
+                available=left,
+                permanent=True,
+            )
 
     def _admit_receives(self) -> None:
         """First come, first served: a request that does not fit now blocks those behind it."""
         while self._to_receive and len(self._running) + len(self._receiving) < self._settings.max_running:
             request = self._to_receive[0]
-            if not self._admit(request):
-                return
-            self._to_receive.popleft()
             self._guard(request, self._receive)
+            if request.sequence is None and request in self._requests:
+                return
 
     # ---- transfers
 
     def _receive(self, request: Request) -> None:
+        """Admit the first in line and grant its pages; it stays in line while there are not enough."""
+        if not self._admit(request):
+            return
+        self._to_receive.remove(request)
         assert request.decode is not None
         assert request.sequence is not None
         tokens = len(request.prompt)
@@ -300,6 +340,7 @@ class EngineLoop:
         if outcome.error is not None:
             raise outcome.error
         assert outcome.aux is not None, "a transfer without error carries its aux record"
+        self._check_vocabulary(outcome.aux.first_tokens)
         request.transfer_seconds = outcome.seconds
         request.wire = outcome.wire
         self._begin(request, list(outcome.aux.first_tokens), list(outcome.aux.first_logprobs))
@@ -325,10 +366,8 @@ class EngineLoop:
         if not self._to_prefill:
             return False
         request = self._to_prefill[0]
-        if request.sequence is None and not self._may_start(request):
-            return False
         self._guard(request, self._prefill_chunk)
-        return True
+        return request.sequence is not None or request not in self._requests
 
     def _may_start(self, request: Request) -> bool:
         if request.hand_over and self._required().num_sending >= self._settings.max_held:
@@ -338,6 +377,8 @@ class EngineLoop:
         return self._admit(request)
 
     def _prefill_chunk(self, request: Request) -> None:
+        if request.sequence is None and not self._may_start(request):
+            return
         sequence = request.sequence
         assert sequence is not None
         start = sequence.history
@@ -374,19 +415,18 @@ class EngineLoop:
         self._publish(request, [token], [logprob])
 
     def _compute(self, request: Request, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits after these tokens. What the model's library cannot do ends this request and no other."""
-        assert request.sequence is not None
-        try:
-            return self._engine.forward(request.sequence, np.asarray(tokens, np.int64))
-        except RuntimeError as error:
-            text = f"{len(tokens)} tokens after {request.sequence.history} could not be computed: {error}"
-            raise ComputeError(text) from error
+        """Logits after these tokens."""
+        sequence = request.sequence
+        assert sequence is not None
+        with _library(f"compute {len(tokens)} tokens after {sequence.history}"):
+            return self._engine.forward(sequence, np.asarray(tokens, np.int64))
 
     def _publish(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
         assert request.text is not None
         request.new_tokens += tokens
         reason = finish_reason(request.new_tokens, request.sampling, self._engine.tokenizer.eos_token_ids)
-        text = request.text.push(tokens) + (request.text.flush() if reason else "")
+        with _library(f"turn tokens {tokens} into text"):
+            text = request.text.push(tokens) + (request.text.flush() if reason else "")
         request.sink.put(TokenChunk(tuple(tokens), tuple(logprobs), text))
         if reason:
             request.sink.put(self._summary(request, reason))

@@ -10,7 +10,15 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvferry.cache.errors import CapacityError, ConfigError, KVError, PeerLost, Unavailable
+from kvferry.cache.errors import (
+    CapacityError,
+    ConfigError,
+    KVError,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+    Unavailable,
+)
 from kvferry.deploy.config import FrontendConfig
 from kvferry.deploy.process import EXIT_OK, write_endpoint
 from kvferry.transfer.control.background import background, end
@@ -229,9 +237,10 @@ class Frontend:
                         started = True
                         yield event
                 return
-            except (Unavailable, PeerLost) as error:
+            except (Unavailable, TransferError) as error:
+                final = isinstance(error, TransferCancelled | TransferTimeout)
                 others = {route.ends for route in routes(self._directory.snapshot.members)} - tried
-                if started or not others or len(tried) == MAX_ROUTES:
+                if started or final or not others or len(tried) == MAX_ROUTES:
                     raise
                 log.warning("request %s goes over another route: %s", call.request_id, error)
 
@@ -268,7 +277,7 @@ class Frontend:
 
     async def _decoded(self, call: DecodeCall, route: Route) -> AsyncGenerator[GenerateEvent, None]:
         alone = self._router.blaming(Unavailable, route.decode.worker)
-        together = self._router.blaming(PeerLost, route.prefill.worker, route.decode.worker)
+        together = self._router.blaming(TransferError, route.prefill.worker, route.decode.worker)
         with alone, together:
             async with aclosing(self._client(route.decode).decode(call)) as events:
                 async for event in events:

@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 JOIN_SECONDS = 20.0
 LEAVE_SECONDS = 2.0
 STOP_SECONDS = 5.0
+ANSWERED_POLL_SECONDS = 0.02
 STATUS_SECONDS = 5.0
 
 
@@ -238,7 +239,9 @@ class Worker:
     def _take_back(self, event: StreamEvent) -> None:
         """A prompt was offered to a caller that is gone: nobody else knows its key."""
         if isinstance(event, PrefillReply):
-            self._parts.loop.cancel(event.key, "the caller went away before it got the key")
+            # A loop that takes no more commands ends, or is overloaded; then the offer's own timeout frees the pages.
+            with suppress(KVError):
+                self._parts.loop.cancel(event.key, "the caller went away before it got the key")
 
     async def _tokens(self, call: GenerateCall) -> tuple[int, ...]:
         """Tokens of the prompt, made on the engine's thread, whose tokenizer it is."""
@@ -247,7 +250,12 @@ class Worker:
         if not call.prompt:
             raise ConfigError("the prompt is empty: give at least one token")
         prompt, tokenizer = call.prompt, self._parts.engine.tokenizer
-        return await asyncio.wrap_future(self._parts.loop.call(lambda: tuple(tokenizer.encode(prompt, chat=call.chat))))
+        made = self._parts.loop.call(lambda: tuple(tokenizer.encode(prompt, chat=call.chat)))
+        try:
+            async with asyncio.timeout(call.timeout_seconds):
+                return await asyncio.wrap_future(made)
+        except TimeoutError:
+            raise DeadlineExceeded("the prompt's turn did not come in time", peer=str(self._worker)) from None
 
     async def _run(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         """Submit a request and pass on its events; when the reader goes away, the request is dropped."""
@@ -317,6 +325,8 @@ class Worker:
         with suppress(TransportError, TimeoutError):
             async with asyncio.timeout(LEAVE_SECONDS):
                 await asyncio.wrap_future(self._transceiver.abandon(f"{self._worker} is shutting down"))
+                while await asyncio.wrap_future(self._transceiver.num_unanswered()):  # noqa: ASYNC110 - another thread's
+                    await asyncio.sleep(ANSWERED_POLL_SECONDS)
 
     def _hang_up(self, worker: WorkerId, reason: str) -> None:
         self._asyncio.call_soon_threadsafe(self._network.hang_up, worker, reason)

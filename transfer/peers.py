@@ -9,13 +9,17 @@ from kvferry.transfer.plan import PairPlanner, run_list
 from kvferry.transfer.transport.base import DescriptorList, Transport
 from kvferry.transfer.types import RankInfo, WorkerId
 
+FORGET_SECONDS = 30.0
+"""How long a peer may be without a control stream: one that comes back sooner finds everything wired."""
+
 
 @dataclass
 class Peer:
     """One paired worker: how to plan for it, and its memory as runs to write to.
 
     Attributes:
-        channels: live control streams with it; None before the first.
+        channels: live control streams with it; None before the first since it was paired.
+        lost_at: when the last stream was lost, on the transceiver's clock, in seconds.
         broken: a write to it failed, and its lane has to be wired again.
     """
 
@@ -24,6 +28,7 @@ class Peer:
     planner: PairPlanner
     runs: DescriptorList
     channels: int | None = None
+    lost_at: float = 0.0
     broken: bool = False
 
 
@@ -54,6 +59,8 @@ class PeerBook:
             raise IncompatiblePeer(str(info.worker), reasons)
         known = self._peers.get(info.worker)
         if known is not None and not known.broken:
+            # It is about to open a stream: a loss that is noticed late belongs to an earlier one.
+            known.channels = known.channels or None
             return
         for stale in [worker for worker in self._peers if worker.name == info.worker.name]:
             self.forget(stale)
@@ -73,16 +80,17 @@ class PeerBook:
         if peer is not None:
             peer.broken = True
 
-    def on_channel(self, worker: WorkerId, change: int) -> None:
+    def on_channel(self, worker: WorkerId, change: int, now: float) -> None:
         """A control stream with this peer came up (+1) or was lost (-1)."""
         peer = self._peers.get(worker)
         if peer is not None:
             peer.channels = max(0, (peer.channels or 0) + change)
+            peer.lost_at = now
 
-    def forget_lost(self, in_use: Container[WorkerId]) -> None:
-        """Drop peers whose last stream was lost, unless an attempt still refers to them."""
+    def forget_lost(self, now: float, in_use: Container[WorkerId]) -> None:
+        """Drop peers that have had no stream for a while, unless an attempt still refers to them."""
         for worker, peer in tuple(self._peers.items()):
-            if peer.channels == 0 and worker not in in_use:
+            if peer.channels == 0 and now >= peer.lost_at + FORGET_SECONDS and worker not in in_use:
                 self.forget(worker)
 
     def forget(self, worker: WorkerId) -> None:

@@ -35,6 +35,7 @@ class Receiving:
     grant: Grant
     deadline: float
     started_at: float
+    ready: Callable[[], bool]
     session: Session = field(default_factory=lambda: Session(Side.RECEIVER))
     landed: set[int] = field(default_factory=set)
     num_slices: int | None = None
@@ -68,6 +69,7 @@ class Receiver:
         self._outbox = outbox
         self._clock = clock
         self._receivings: dict[TransferKey, Receiving] = {}
+        self._unready: list[Receiving] = []
 
     @property
     def waiting(self) -> bool:
@@ -78,14 +80,26 @@ class Receiver:
         """Senders that an open attempt is granted to."""
         return {receiving.grant.sender for receiving in self._receivings.values()}
 
-    def request(self, grant: Grant, now: float) -> None:
-        """Send a grant and wait for the pages until its timeout, counted from `now`."""
-        receiving = Receiving(grant, now + grant.timeout_seconds, now)
+    def request(self, grant: Grant, now: float, ready: Callable[[], bool]) -> None:
+        """Send a grant as soon as `ready` and wait for the pages until its timeout, counted from `now`."""
+        receiving = Receiving(grant, now + grant.timeout_seconds, now, ready)
         self._receivings[grant.key] = receiving
         if self._peers.find(grant.sender) is None:
             self._fail(receiving, Failure("peer_lost", Phase.GRANT, f"{grant.sender} is not a paired peer"))
             return
-        self._drive(receiving, Event.GRANT)
+        self._unready.append(receiving)
+        self.grant_ready()
+
+    def grant_ready(self) -> None:
+        """Send the grants whose pages the device is done with; an attempt that ended meanwhile needs none."""
+        waiting, self._unready = self._unready, []
+        for receiving in waiting:
+            if receiving.ended:
+                continue
+            if receiving.ready():
+                self._drive(receiving, Event.GRANT)
+            else:
+                self._unready.append(receiving)
 
     def on_notification(self, notification: Notification) -> None:
         """Count a slice that landed. Notices for other lives, other attempts or from other peers are refused."""

@@ -37,6 +37,9 @@ from kvferry.transfer.writer import WriteJob, Writer
 
 log = logging.getLogger(__name__)
 
+MAX_UNDELIVERED = 65536
+"""Attempts remembered as possibly on their way; each is a failed write to a receiver that lives."""
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -109,9 +112,14 @@ class Sender:
         self._clock = clock
         self._slice_bytes = slice_bytes
         self._hang_up = hang_up
-        self._undelivered_to: set[WorkerId] = set()
+        self._undelivered: dict[TransferKey, WorkerId] = {}
         self._sendings: dict[TransferKey, Sending] = {}
         self.writer = Writer(transport, clock)
+
+    @property
+    def num_open(self) -> int:
+        """Attempts whose pages may not be reused yet."""
+        return len(self._sendings)
 
     def peers(self) -> set[WorkerId]:
         """Receivers that an open attempt is granted to."""
@@ -143,11 +151,11 @@ class Sender:
             self._cancel(sending, reason)
 
     def on_cancel(self, peer: WorkerId, key: TransferKey, reason: str) -> None:
-        """Stop an attempt on a peer's request. Whatever became of it, the peer hears whether its pages are quiet."""
+        """Stop an attempt on a peer's request. The peer hears whether its pages are quiet: now, or when it is known."""
         sending = self._sendings.get(key)
         if sending is None:
             failure = Failure("unknown_transfer", Phase.WIRE, f"transfer {key} is not, or no longer, open here")
-            self._send(peer, self._refusal(peer, key, (), failure, quiet=peer not in self._undelivered_to))
+            self._send(peer, self._refusal(peer, key, (), failure, quiet=self._is_delivered(key)))
         elif sending.receiver in (None, peer):
             sending.canceller = peer
             self._cancel(sending, reason)
@@ -189,8 +197,7 @@ class Sender:
         """Move the session, give its pages back when they may be reused, and do what its table asks."""
         actions = sending.session.apply(event)
         if may_reuse(sending.session.state) and self._sendings.pop(sending.offer.key, None) is not None:
-            if sending.job is not None and sending.job.undelivered and sending.grant is not None:
-                self._undelivered_to.add(sending.grant.receiver)
+            self._note_undelivered(sending)
             self._outbox.put(PagesReusable(sending.offer.key, Side.SENDER))
         for action in actions:
             self._act(sending, action)
@@ -280,9 +287,20 @@ class Sender:
         state = "unknown here: expired, cancelled or never offered" if sending is None else sending.session.state
         failure = Failure("unknown_transfer", Phase.GRANT, f"transfer {grant.key} is {state}")
         log.warning("grant from %s refused: %s", peer, failure.message)
-        # A grant that was never served exposes nothing; but this peer's pages may be those of an earlier one.
-        quiet = peer not in self._undelivered_to if sending is None else sending.receiver != peer
+        # A grant that was never served exposes nothing, unless it repeats one that was.
+        quiet = self._is_delivered(grant.key) if sending is None else sending.receiver != peer
         self._send(peer, self._refusal(peer, grant.key, _epochs(grant), failure, quiet=quiet))
+
+    def _note_undelivered(self, sending: Sending) -> None:
+        """Remember an attempt whose bytes may still be on their way, as long as its receiver lives."""
+        if sending.job is None or sending.grant is None or not sending.job.undelivered:
+            return
+        self._undelivered = {key: peer for key, peer in self._undelivered.items() if self._peers.find(peer)}
+        self._undelivered[sending.offer.key] = sending.grant.receiver
+
+    def _is_delivered(self, key: TransferKey) -> bool:
+        """Whether no byte of an attempt that is over is on its way. Too many to remember: none is known to be."""
+        return key not in self._undelivered and len(self._undelivered) < MAX_UNDELIVERED
 
     def _refusal(
         self, peer: WorkerId, key: TransferKey, epochs: tuple[bytes, ...], failure: Failure, *, quiet: bool

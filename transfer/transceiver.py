@@ -90,7 +90,6 @@ class Transceiver:
         self._holds: dict[tuple[TransferKey, Side], Hold] = {}
         self._in_doubt: set[tuple[TransferKey, Side]] = set()
         self._reported_failure = False
-        self._unready: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._next_sweep = 0.0
         self._still_turns = 0
         transport.register(manager.storage.pools)
@@ -139,8 +138,7 @@ class Transceiver:
         """
         grant = Grant(key, sender, self._worker, prompt, pages, timeout_seconds)
         now, ready = self._clock(), self._manager.storage.record_event()
-        start = lambda: self._receiver.request(grant, now)  # noqa: E731
-        self._open(key, Side.RECEIVER, pages, lambda: self._when(ready, start))
+        self._open(key, Side.RECEIVER, pages, lambda: self._receiver.request(grant, now, ready))
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         """Stop an attempt on whichever side it is here. Its pages come back when they are quiet. Idempotent."""
@@ -212,6 +210,10 @@ class Transceiver:
         """Fail every open attempt, so that peers hear of it before the control plane closes."""
         return self._reactor.call(lambda: self._abandon(Failure("peer_lost", Phase.WIRE, reason)))
 
+    def num_unanswered(self) -> "Future[int]":
+        """Attempts out whose receiver has not heard how they ended: their writes are not over."""
+        return self._reactor.call(lambda: self._sender.num_open)
+
     def close(self, timeout_seconds: float) -> bool:
         """Stop the reactor and the transport. Returns False, leaving the agent alive, when it did not stop in time."""
         stopped = self._reactor.stop(timeout_seconds)
@@ -227,16 +229,16 @@ class Transceiver:
 
     def advance(self, now: float) -> float:
         moved = self._sender.writer.advance()
-        self._start_ready()
+        self._receiver.grant_ready()
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_SECONDS
             self._sender.expire(now)
             self._receiver.expire(now)
-            self._peers.forget_lost(self._sender.peers() | self._receiver.peers())
+            self._peers.forget_lost(now, self._sender.peers() | self._receiver.peers())
         if self._sender.writer.busy:
             self._still_turns = 0 if moved else self._still_turns + 1
             return 0.0 if self._still_turns < SPIN_TURNS else WAITING_SECONDS
-        return WAITING_SECONDS if self._receiver.waiting or self._unready else IDLE_SECONDS
+        return WAITING_SECONDS if self._receiver.waiting else IDLE_SECONDS
 
     def on_reactor_failed(self, error: Exception) -> None:
         self._outbox.wake()
@@ -281,20 +283,8 @@ class Transceiver:
         self._in_doubt.update(left)
         return [TransferOutcome(key, side, error_of(key, "", failure), WireReport(), 0.0) for key, side in left]
 
-    def _when(self, ready: Callable[[], bool], start: Callable[[], None]) -> None:
-        if ready():
-            start()
-        else:
-            self._unready.append((ready, start))
-
-    def _start_ready(self) -> None:
-        due = [start for ready, start in self._unready if ready()]
-        self._unready = [entry for entry in self._unready if entry[1] not in due]
-        for start in due:
-            start()
-
     def _greet(self, peer: WorkerId) -> None:
-        self._peers.on_channel(peer, +1)
+        self._peers.on_channel(peer, +1, self._clock())
         self._receiver.on_channel_up(peer)
 
     def _abandon(self, failure: Failure) -> None:
@@ -306,6 +296,6 @@ class Transceiver:
         self._receiver.cancel(key, reason)
 
     def _lose(self, peer: WorkerId, reason: str) -> None:
-        self._peers.on_channel(peer, -1)
+        self._peers.on_channel(peer, -1, self._clock())
         self._sender.on_channel_lost(peer, reason)
         self._receiver.on_channel_lost(peer, reason)

@@ -202,7 +202,7 @@ class TransferResult:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Either side asks the other to stop an attempt. Idempotent."""
+    """The receiver asks the sender to stop an attempt and to say whether its pages are quiet. Idempotent."""
 
     key: TransferKey
     origin: WorkerId

@@ -88,7 +88,8 @@ class Writer:
     def abort(self, job: WriteJob) -> bool:
         """Post no more of a job and try to take back what is under way.
 
-        Returns: True when nothing of the job is read or written by the transport any more; otherwise call again later.
+        Returns: True when the transport reads nothing of the source any more (whether the target may still change is
+            `undelivered`); otherwise call again later.
         """
         job.slices.clear()
         self._remove(job)
@@ -143,9 +144,9 @@ class Writer:
 
     def _let_go(self, job: WriteJob, post: Post) -> bool:
         """Whether the source is no longer read. Only a post that is done has also stopped writing."""
-        done = self._transport.poll(post) is PostState.DONE
         released = self._transport.release(post)
-        job.undelivered = job.undelivered or (released and not done)
+        # Asked last: releasing may be what notices the end.
+        job.undelivered = job.undelivered or (released and self._transport.poll(post) is not PostState.DONE)
         return released
 
     def _remove(self, job: WriteJob) -> None:

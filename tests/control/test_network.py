@@ -243,14 +243,15 @@ def test_endpoint_of_another_life_is_not_paired_with() -> None:
     run(test)
 
 
-def test_own_name_cannot_register() -> None:
+def test_own_name_cannot_register(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         one, double = Worker(WorkerId("same", 1)), Worker(WorkerId("same", 2))
         async with workers(one, double):
             await one.network.connect(double.entry)
-            await wait_until(lambda: not one.sink.up, "nothing is up")
+            await wait_until(lambda: "names of workers must be unique" in caplog.text, "the refusal is logged")
             await one.network.update([double.entry], lambda entry: True)
             assert not one.network.paired
+            assert not one.sink.up
             assert double.pairings == []
 
     run(test)

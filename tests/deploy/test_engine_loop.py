@@ -1,6 +1,7 @@
 """Requests through the engine loop in every phase: served, refused, cancelled, late, broken."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,17 +11,20 @@ from kvferry.cache.errors import (
     ComputeError,
     ConfigError,
     DeadlineExceeded,
+    InvariantError,
     TransferCancelled,
     TransferError,
     TransferTimeout,
     TransportError,
     Unavailable,
 )
+from kvferry.cache.manager import Hold
 from kvferry.cache.sequence import SequenceCache
 from kvferry.deploy.requests import Request
 from kvferry.transfer.types import TransferKey, TransferResult
 from tests.deploy.loops import WAIT_SECONDS, Node, Sink, nodes
 from tests.helpers import wait_until
+from tests.transfer.pairs import Message
 
 
 def hand_over(prefill: Node, decode: Node, request: Request) -> Sink:
@@ -127,9 +131,11 @@ def test_cancel_while_receiving_and_while_decoding() -> None:
         decoding = decode.fetch(requests[0], replies[0])
         running = decode.submit(decoding)
         wait_until(lambda: len(running.tokens) > 2, WAIT_SECONDS, "it decodes")
+        decode.engine.gate.clear()
         prefill.end.bend = lambda message: None if isinstance(message, TransferResult) else message
         receiving = decode.fetch(requests[1], replies[1])
         stuck = decode.submit(receiving)
+        decode.engine.gate.set()
         wait_until(lambda: decode.end.transceiver.num_receiving, WAIT_SECONDS, "the grant is out")
         for request in (decoding, receiving):
             request.cancelled.set()
@@ -144,8 +150,13 @@ def test_deadline_passes_in_every_phase() -> None:
         assert isinstance(late.wait().error, DeadlineExceeded)
         request = prefill.request(30, 300, hand_over=True)
         reply = prefill.submit(request).wait().reply
-        decoding = decode.submit(decode.fetch(request, reply, seconds=0.3)).wait()
-        assert isinstance(decoding.error, DeadlineExceeded)
+        late = decode.fetch(request, reply)
+        decoding = decode.submit(late)
+        wait_until(lambda: decoding.tokens, WAIT_SECONDS, "it decodes")
+        decode.engine.gate.clear()
+        late.deadline = 0.0
+        decode.engine.gate.set()
+        assert isinstance(decoding.wait().error, DeadlineExceeded)
         assert 0 < len(decoding.tokens) < 300
 
 
@@ -192,7 +203,7 @@ def test_wrong_bytes_stop_the_worker_instead_of_reaching_a_client() -> None:
 
         prefill.loop.call(corrupt).result(WAIT_SECONDS)
         sink = decode.submit(decode.fetch(request, reply)).wait()
-        assert isinstance(sink.error, Unavailable)
+        assert isinstance(sink.error, InvariantError)
         assert not sink.tokens[1:]
         assert decode.failed.wait(WAIT_SECONDS)
         with pytest.raises(Unavailable):
@@ -224,13 +235,14 @@ def test_call_that_nobody_waits_for_any_more_does_not_stop_the_loop() -> None:
         assert prefill.loop.call(lambda: 2).result(WAIT_SECONDS) == 2
 
 
-def test_what_the_model_cannot_compute_ends_that_request_only() -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, IndexError, AssertionError])
+def test_what_the_model_cannot_compute_ends_that_request_only(kind: type[Exception]) -> None:
     with nodes() as (prefill, _):
         computing = prefill.engine.forward
 
         def fail(sequence: SequenceCache, token_ids: object) -> torch.Tensor:
             prefill.engine.forward = computing  # type: ignore[method-assign]
-            raise RuntimeError("not enough memory")
+            raise kind("a bug of the library")
 
         prefill.engine.forward = fail  # type: ignore[method-assign]
         assert isinstance(prefill.submit(prefill.request(10)).wait().error, ComputeError)
@@ -265,3 +277,39 @@ def test_broken_transport_ends_the_loop_and_every_request_and_says_so() -> None:
         assert "broken by the test" in str(waiting.wait().error)
         assert decode.failed.wait(WAIT_SECONDS)
         prefill.loop.cancel(reply.key, "the test is over")
+
+
+def test_first_token_of_a_peer_outside_the_vocabulary_is_refused() -> None:
+    def change(message: Message) -> Message:
+        if isinstance(message, TransferResult) and message.aux is not None:
+            return replace(message, aux=replace(message.aux, first_tokens=(384,)))
+        return message
+
+    with nodes() as (prefill, decode):
+        prefill.end.bend = change
+        request = prefill.request(10, hand_over=True)
+        sink = decode.submit(decode.fetch(request, prefill.submit(request).wait().reply)).wait()
+        assert isinstance(sink.error, ConfigError)
+        assert sink.events == []
+
+
+def test_request_that_no_longer_fits_beside_quarantined_pages_is_refused_and_does_not_block_others() -> None:
+    with nodes() as (prefill, _):
+        manager = prefill.end.manager
+
+        def lose() -> Hold:
+            """25 blocks of both life cycles: 50 of the 64 slots."""
+            sequence = manager.create_sequence("lost", (50,))
+            sequence.resize(capacity=100)
+            hold = manager.hold(sequence.pages(100))
+            sequence.close()
+            return hold
+
+        hold = prefill.loop.call(lose).result(WAIT_SECONDS)
+        prefill.end.transceiver.quarantined_slots = lambda: (50,)  # type: ignore[method-assign]
+        large, small = prefill.submit(prefill.request(60)), prefill.submit(prefill.request(8))
+        error = large.wait().error
+        assert isinstance(error, CapacityError)
+        assert "[14] are left beside [50] in quarantine" in str(error)
+        assert small.wait().error is None
+        prefill.loop.call(lambda: manager.release(hold)).result(WAIT_SECONDS)

@@ -122,7 +122,7 @@ class ChannelSink(Protocol):
         """`peer` ended an attempt whose pages this worker granted."""
 
     def on_cancel(self, peer: WorkerId, cancel: Cancel) -> None:
-        """`peer`, at either end of the attempt, asks to stop it."""
+        """`peer`, which receives the attempt, asks to stop it."""
 
     def on_channel_up(self, peer: WorkerId) -> None:
         """A stream with `peer` works in both directions."""

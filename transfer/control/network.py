@@ -250,17 +250,18 @@ class PeerNetwork:
 
     def opened(self, stream: Stream) -> None:
         """A stream works in both directions; an older one of the same peer and direction is over."""
-        streams = self._streams[stream.direction]
-        older = streams.get(stream.peer)
+        older = self._streams[stream.direction].get(stream.peer)
         if older is not None:
             self.ended(older, "replaced by a newer channel")
-        self._streams[stream.direction] = streams | {stream.peer: stream}
+        self._streams[stream.direction] = self._streams[stream.direction] | {stream.peer: stream}
         log.info("channel with %s is up (%s)", stream.peer, stream.direction.value)
         self._sink.on_channel_up(stream.peer)
         self._paired_changed()
 
     def deliver(self, stream: Stream, envelope: Envelope) -> None:
-        """Check a message and hand it on. Raises RemoteProtocolError."""
+        """Check a message and hand it on; after `on_channel_lost` none is. Raises RemoteProtocolError."""
+        if stream.closed:
+            return
         message = stream.accept(envelope)
         match message:
             case Grant():

@@ -127,7 +127,9 @@ class Transport(ABC):
 
     @abstractmethod
     def poll(self, post: Post) -> PostState:
-        """Progress and report a post. DONE: source memory is no longer read and the bytes reached the peer.
+        """Progress and report a post, also one that was released.
+
+        DONE: source memory is no longer read and the bytes reached the peer.
 
         FAILED proves nothing about the bytes: some may have landed, more may follow.
         """
