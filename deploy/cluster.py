@@ -96,6 +96,8 @@ class Cluster:
                 env={
                     **without_keys(ENV_PREFIXES[kind], config, os.environ),
                     PARENT_VARIABLE: str(os.getpid()),
+                    # What a child that is killed leaves behind goes with the cluster's folder.
+                    "TMPDIR": str(self.folder),
                 },
                 # A group of its own: Ctrl-C reaches only this process, which then stops its children in order.
                 process_group=0,

@@ -15,7 +15,7 @@ from kvferry.deploy.cluster import Cluster, stop_well
 from tests.helpers import wait_until
 
 PROGRAM = """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, sys, tempfile, time
 import yaml
 
 kind, config_file, endpoint_file = sys.argv[1], sys.argv[3], sys.argv[5]
@@ -38,6 +38,8 @@ variables = sorted(name for name in os.environ if name.startswith("KVFERRY_") an
 pathlib.Path(config_file).with_suffix(".variables").write_text(" ".join(variables))
 if not config.get("mute"):
     pathlib.Path(endpoint_file).write_text("127.0.0.1:1")
+if config.get("litters"):
+    tempfile.mkdtemp()
 print("some last words", flush=True)
 while True:
     signal.pause()
@@ -131,6 +133,13 @@ def test_child_that_is_late_is_named_once(cluster: Cluster) -> None:
     child = cluster.start("worker", "w0", {"journal": "/", "mute": True})
     with pytest.raises(DeadlineExceeded, match=r"^w0: does not serve after 0 s: "):
         cluster.wait_endpoint(child, 0.0)
+
+
+def test_what_a_killed_child_leaves_behind_is_in_the_folder_of_the_cluster(cluster: Cluster) -> None:
+    start(cluster, "worker", "w", litters=True)
+    cluster.stop_seconds = 0.0
+    cluster.stop()
+    assert len([entry for entry in cluster.folder.iterdir() if entry.is_dir()]) == 1
 
 
 def test_start_from_a_thread_that_may_end_is_refused(cluster: Cluster) -> None:
