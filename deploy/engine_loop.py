@@ -28,6 +28,7 @@ from kvferry.cache.errors import (
     InvariantError,
     KVError,
     TransferCancelled,
+    TransferError,
     TransportError,
     Unavailable,
 )
@@ -260,12 +261,12 @@ class EngineLoop:
                 f"{tokens} prompt tokens and {request.sampling.max_new_tokens} new ones exceed max_seq_len_tokens "
                 f"{limit}: shorten the prompt or ask for fewer tokens"
             )
-        self._check_vocabulary(request.prompt)
-
-    def _check_vocabulary(self, tokens: Sequence[int]) -> None:
-        wrong = [token for token in tokens if not 0 <= token < self._engine.vocab_size]
+        wrong = self._outside_vocabulary(request.prompt)
         if wrong:
             raise ConfigError(f"token ids {wrong[:5]} are outside the vocabulary of {self._engine.vocab_size}")
+
+    def _outside_vocabulary(self, tokens: Sequence[int]) -> list[int]:
+        return [token for token in tokens if not 0 <= token < self._engine.vocab_size]
 
     def _need(self, request: Request) -> tuple[int, ...]:
         """Peak slots per pool group of a request on this worker."""
@@ -340,7 +341,12 @@ class EngineLoop:
         if outcome.error is not None:
             raise outcome.error
         assert outcome.aux is not None, "a transfer without error carries its aux record"
-        self._check_vocabulary(outcome.aux.first_tokens)
+        assert request.decode is not None
+        wrong = self._outside_vocabulary(outcome.aux.first_tokens)
+        if wrong:
+            message = f"first token {wrong[0]} is outside the vocabulary of {self._engine.vocab_size}"
+            sender = str(request.decode.sender)
+            raise TransferError(message, transfer_id=outcome.key.transfer_id, peer=sender, phase="result")
         request.transfer_seconds = outcome.seconds
         request.wire = outcome.wire
         self._begin(request, list(outcome.aux.first_tokens), list(outcome.aux.first_logprobs))

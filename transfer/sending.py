@@ -38,7 +38,7 @@ from kvferry.transfer.writer import WriteJob, Writer
 log = logging.getLogger(__name__)
 
 MAX_UNDELIVERED = 65536
-"""Attempts remembered as possibly on their way; each is a failed write to a receiver that lives."""
+"""Attempts remembered as possibly on their way; each is a write that failed after it was handed over."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Sender:
         self._clock = clock
         self._slice_bytes = slice_bytes
         self._hang_up = hang_up
-        self._undelivered: dict[TransferKey, WorkerId] = {}
+        self._undelivered: set[TransferKey] = set()
         self._sendings: dict[TransferKey, Sending] = {}
         self.writer = Writer(transport, clock)
 
@@ -292,11 +292,12 @@ class Sender:
         self._send(peer, self._refusal(peer, grant.key, _epochs(grant), failure, quiet=quiet))
 
     def _note_undelivered(self, sending: Sending) -> None:
-        """Remember an attempt whose bytes may still be on their way, as long as its receiver lives."""
-        if sending.job is None or sending.grant is None or not sending.job.undelivered:
-            return
-        self._undelivered = {key: peer for key, peer in self._undelivered.items() if self._peers.find(peer)}
-        self._undelivered[sending.offer.key] = sending.grant.receiver
+        """Remember an attempt whose bytes may still be on their way.
+
+        For good: its receiver may be away for long, come back, and ask.
+        """
+        if sending.job is not None and sending.job.undelivered and len(self._undelivered) < MAX_UNDELIVERED:
+            self._undelivered.add(sending.offer.key)
 
     def _is_delivered(self, key: TransferKey) -> bool:
         """Whether no byte of an attempt that is over is on its way. Too many to remember: none is known to be."""

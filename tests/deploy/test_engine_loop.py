@@ -289,7 +289,8 @@ def test_first_token_of_a_peer_outside_the_vocabulary_is_refused() -> None:
         prefill.end.bend = change
         request = prefill.request(10, hand_over=True)
         sink = decode.submit(decode.fetch(request, prefill.submit(request).wait().reply)).wait()
-        assert isinstance(sink.error, ConfigError)
+        assert isinstance(sink.error, TransferError)
+        assert "first token 384" in str(sink.error)
         assert sink.events == []
 
 

@@ -8,7 +8,7 @@ from kvferry.cache.errors import (
     TransportError,
 )
 from kvferry.transfer.receiving import SETTLE_SECONDS
-from kvferry.transfer.transport.base import Post
+from kvferry.transfer.transport.base import Post, PostState
 from kvferry.transfer.transport.loopback import LoopbackTransport
 from kvferry.transfer.types import Grant, TransferResult
 from tests.helpers import wait_until
@@ -246,3 +246,27 @@ def test_abandon_tells_the_peer_and_leaves_nothing_in_doubt() -> None:
         source.close()
         target.close()
         wait_until(running.receiver.is_empty, WAIT_SECONDS, "the sender says that nothing was written")
+
+
+def test_undelivered_write_is_remembered_while_its_receiver_is_away() -> None:
+    LetsGo.failing = True
+    with pair(LetsGo) as running:
+        transceiver, info = running.sender.transceiver, running.receiver.transceiver.info
+        running.receiver.transceiver.on_notification = lambda notification: None  # type: ignore[method-assign]
+        first, _, _ = start_transfer(running)
+        running.wait_outcome(running.sender)
+        transceiver.pair(info).result(WAIT_SECONDS)
+        # A second write fails just when the receiver was away for so long that it is forgotten.
+        transceiver._transport.poll = lambda post: PostState.IN_PROGRESS  # type: ignore[method-assign]
+        transceiver._transport.release = lambda post: False  # type: ignore[method-assign]
+        start_transfer(running)
+        wait_until(lambda: transceiver._sender.writer.busy, WAIT_SECONDS, "the second write is under way")
+        transceiver._reactor.call(lambda: transceiver._peers.forget(info.worker)).result(WAIT_SECONDS)
+        del transceiver._transport.release
+        del transceiver._transport.poll
+        running.wait_outcome(running.sender, 2)
+        transceiver.pair(info).result(WAIT_SECONDS)
+        answered = len(results(running))
+        running.receiver.transceiver.on_channel_up(running.sender.worker)
+        wait_until(lambda: len(results(running)) >= answered + 2, WAIT_SECONDS, "both are asked about again")
+        assert {result.quiet for result in results(running) if result.key == first} == {False}
