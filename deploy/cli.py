@@ -38,7 +38,7 @@ from kvferry.deploy.process import (
 from kvferry.transfer.control.client import InferenceClient
 from kvferry.transfer.control.convert.checks import MAX_DURATION_SECONDS
 from kvferry.transfer.control.convert.common import MAX_TOKENS
-from kvferry.transfer.control.convert.inference import MAX_TEMPERATURE
+from kvferry.transfer.control.convert.inference import MAX_SALT_CHARS, MAX_TEMPERATURE
 from kvferry.transfer.inference import GenerateCall, SamplingParams, TokenChunk
 
 app = typer.Typer(
@@ -50,6 +50,7 @@ app = typer.Typer(
 )
 
 MAX_SEED = (1 << 63) - 1
+MANAGERS = ("V1", "V2")
 MAX_WORKERS = 64
 """Of one role in the demo; each is a process with a copy of the model."""
 
@@ -88,7 +89,12 @@ def root(context: typer.Context) -> int:
 @app.command()
 def demo(
     model: Annotated[
-        str, typer.Option(metavar="TEXT", help="smollm2, tiny-gpt-oss, tiny-gemma3, or a model folder or .gguf file.")
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help="smollm2, tiny-gpt-oss, tiny-gemma3, tiny-deepseek-v3, tiny-qwen3-next, tiny-nemotron-h, "
+            "tiny-falcon-h1, tiny-bamba, or a model folder or .gguf file.",
+        ),
     ] = "smollm2",
     prompt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Text to answer; a question about the Moon when not given.")
@@ -96,6 +102,9 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(metavar="NUMBER", help="Tokens to generate at most.")] = 48,
     prefill: Annotated[int, typer.Option(metavar="NUMBER", help="Number of prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(metavar="NUMBER", help="Number of decode workers.")] = 1,
+    manager: Annotated[
+        str, typer.Option(metavar="v1|v2", help="v2: pools shared by life cycles; v1: one pool per window.")
+    ] = "v2",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> int:
     """Serve one prompt disaggregated on this machine and compare with a single process.
@@ -106,10 +115,13 @@ def demo(
     _check_new_tokens(max_new_tokens)
     for flag, number in (("--prefill", prefill), ("--decode", decode)):
         _require(1 <= number <= MAX_WORKERS, flag, number, f"from 1 to {MAX_WORKERS}")
+    _require(manager.upper() in MANAGERS, "--manager", manager, "v1 or v2")
     # The model libraries take seconds to import; only this command and `worker` need them.
     from kvferry.deploy.demo import PROMPT, DemoOptions, run_demo
 
-    options = DemoOptions(model, PROMPT if text is None else text, max_new_tokens, prefill, decode, as_json)
+    options = DemoOptions(
+        model, PROMPT if text is None else text, max_new_tokens, prefill, decode, manager.upper(), as_json
+    )
     with terminated_like_interrupted():
         return run_demo(options)
 
@@ -175,6 +187,9 @@ def generate(
     wait: Annotated[
         float, typer.Option(metavar="SECONDS", help="Wait this long for the frontend, and workers, to serve.")
     ] = 0.0,
+    cache_salt: Annotated[
+        str, typer.Option(metavar="TEXT", help="Share cached pages only with requests of the same salt.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> int:
     """Send one prompt to a frontend and stream the answer."""
@@ -186,7 +201,8 @@ def generate(
     if wait != 0:
         _check_seconds("--wait", wait)
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    call = GenerateCall(prompt=text, chat=chat, sampling=sampling, timeout_seconds=timeout)
+    _require(len(cache_salt) <= MAX_SALT_CHARS, "--cache-salt", len(cache_salt), f"{MAX_SALT_CHARS} or less")
+    call = GenerateCall(prompt=text, chat=chat, sampling=sampling, timeout_seconds=timeout, cache_salt=cache_salt)
     return asyncio.run(_generate(frontend, call, wait, as_json))
 
 
@@ -262,9 +278,9 @@ def _text(prompt: str) -> str:
     return prompt
 
 
-def _require(holds: bool, flag: str, value: float, rule: str) -> None:
+def _require(holds: bool, flag: str, value: float | str, rule: str) -> None:
     if not holds:
-        raise ConfigError(f"{flag} is {value if isinstance(value, int) else format(value, 'g')}: it must be {rule}")
+        raise ConfigError(f"{flag} is {format(value, 'g') if isinstance(value, float) else value}: it must be {rule}")
 
 
 def _check_new_tokens(value: int) -> None:

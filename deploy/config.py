@@ -15,6 +15,7 @@ import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -24,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from kvferry.cache.admission import CommitPolicy
 from kvferry.cache.errors import ConfigError
 from kvferry.cache.layout import SlotOrder
 from kvferry.transfer.control.addresses import Address, AddressError, checked_address
@@ -61,6 +63,18 @@ Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
 NumRequests = Annotated[int, Field(ge=1, le=1 << 16)]
 
 
+def _upper(value: object) -> object:
+    return value.upper() if isinstance(value, str) else value
+
+
+def _numbers(value: object) -> object:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+Manager = Annotated[Literal["V1", "V2"], BeforeValidator(_upper)]
+Ratio = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...] | None, BeforeValidator(_numbers)]
+
+
 class _Config(BaseModel):
     """What all sections share: unknown keys are errors, values do not change, no field is a truth value."""
 
@@ -82,6 +96,28 @@ class PoolConfig(_Config):
     )
     tokens_per_block: int = Field(default=32, ge=1, le=4096, description="tokens of one block, the same on all workers")
     slot_order: SlotOrder = Field(default="layer_major", description="order of dimensions inside a slot")
+    manager: Manager = Field(
+        default="V2", description="V2: pools shared by life cycles; V1: one pool per window, divided once and for all"
+    )
+    ratio: Ratio = Field(
+        default=None,
+        description="shares of the quota, separated by commas, that sum to 1: one per life cycle with V2, one per pool "
+        "with V1; not set: V2 fits them to the longest request, V1 takes equal ones",
+    )
+    commit_policy: CommitPolicy = Field(
+        default="all_reusable", description="what requests leave in the pools for later ones"
+    )
+    max_util_for_resume: float = Field(
+        default=1.0, gt=0, le=1, description="share of a pool group that others may hold when a request starts"
+    )
+    max_sequences: NumRequests | None = Field(
+        default=None, description="requests that may have pages at one time, whatever the memory; no limit when not set"
+    )
+    window_scratch: Literal["on", "off"] = Field(
+        default="off",
+        description="on: layers share pages for prompt blocks that leave their window within one chunk, which cannot "
+        "be reused later",
+    )
 
 
 class TransferConfig(_Config):
@@ -135,6 +171,10 @@ class WorkerConfig(_Config):
     )
     max_waiting_requests: NumRequests = Field(default=64, description="requests that may queue before one is refused")
     max_running_requests: NumRequests = Field(default=16, description="requests computed at one time")
+    stall_seconds: Seconds = Field(
+        default=10.0,
+        description="seconds a request may wait for room while nothing is under way that could make any",
+    )
     lease_seconds: float = Field(
         default=10.0,
         ge=1,
@@ -252,7 +292,10 @@ def _from_flags(overrides: Mapping[str, object]) -> Settings:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that one mapping has twice; YAML forbids it, and the safe loader takes the last one."""
+    """Refuses a key that one mapping has twice; YAML forbids it, and the safe loader takes the last one.
+
+    `on` and `off` are words, which some keys take; the safe loader reads them, and `yes` and `no`, as truth values.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -264,6 +307,12 @@ class _Loader(yaml.SafeLoader):
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [entry for entry in entries if first in "tTfF" or entry[0] != "tag:yaml.org,2002:bool"]
+    for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def _parse_yaml(path: Path, content: bytes) -> object:
@@ -342,7 +391,8 @@ def _ratio(a: str, b: str) -> float:
 
 def _described(error: ValidationError, settings: Settings, known: Mapping[Key, str]) -> Iterator[str]:
     for detail in error.errors(include_url=False):
-        key = tuple(str(part) for part in detail["loc"])
+        place = tuple(str(part) for part in detail["loc"])
+        key = next((given for given in settings if place[: len(given)] == given), place)
         if detail["type"] == "missing":
             yield f"{'.'.join(key)} is not set: {known[key]}"
         elif key in settings:

@@ -57,6 +57,7 @@ class DemoOptions:
     max_new_tokens: int
     num_prefill: int
     num_decode: int
+    manager: str
     as_json: bool
 
 
@@ -123,7 +124,12 @@ def _sampling(options: DemoOptions) -> SamplingParams:
 
 def _start(cluster: Cluster, options: DemoOptions, threads: int, report: Callable[[str], None]) -> str:
     report(f"starting a frontend, {options.num_prefill} prefill and {options.num_decode} decode")
-    worker = {"model": options.model, "num_threads": threads, "prefill_chunk_tokens": PREFILL_CHUNK_TOKENS}
+    worker = {
+        "model": options.model,
+        "num_threads": threads,
+        "prefill_chunk_tokens": PREFILL_CHUNK_TOKENS,
+        "pools": {"manager": options.manager},
+    }
     return start_cluster(
         cluster,
         num_prefill=options.num_prefill,
@@ -164,7 +170,7 @@ async def _generate(client: InferenceClient, cluster: Cluster, options: DemoOpti
 
 
 async def _drained_status(cluster: Cluster, name: str) -> WorkerStatus:
-    """The decode worker's status once every page of every worker is free again."""
+    """The decode worker's status once nobody uses any page of any worker."""
     found: dict[str, WorkerStatus] = {}
     deadline = time.monotonic() + DRAIN_SECONDS
     for child in cluster.children[1:]:
@@ -179,10 +185,10 @@ async def _wait_free(client: InferenceClient, deadline: float) -> WorkerStatus:
         status = await client.get_status()
         if status.integrity != "ok":
             raise InvariantError(f"{status.worker}: {status.integrity}")
-        if all(group.free == group.num_slots for group in status.pool_groups):
+        if all(group.free + group.cached == group.num_slots for group in status.pool_groups):
             return status
         if time.monotonic() >= deadline:
-            raise DeadlineExceeded(f"pages are not free again: {status.pool_groups}", peer=str(status.worker))
+            raise DeadlineExceeded(f"pages are still in use: {status.pool_groups}", peer=str(status.worker))
         await asyncio.sleep(0.05)
 
 

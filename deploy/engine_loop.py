@@ -5,12 +5,11 @@ then one decode step of every running request, each alone so that its tokens do 
 """
 
 import logging
-import queue
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +18,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from kvferry.cache import sizing
+from kvferry.cache import cursors
 from kvferry.cache.errors import (
     CapacityError,
     ComputeError,
-    ConfigError,
     DeadlineExceeded,
     InvariantError,
     KVError,
@@ -33,11 +31,15 @@ from kvferry.cache.errors import (
     Unavailable,
 )
 from kvferry.cache.lifecycle import ceil_div
-from kvferry.cache.manager import KVCacheManager
+from kvferry.cache.protocol import CacheManager
+from kvferry.cache.sequence import SequenceCache
+from kvferry.deploy.admission import Admission
+from kvferry.deploy.inbox import Inbox
+from kvferry.deploy.request_checks import check_request, outside_vocabulary
 from kvferry.deploy.requests import Request
 from kvferry.transfer.calls import answer
 from kvferry.transfer.engines.base import Engine
-from kvferry.transfer.engines.sampling import check_sampling, finish_reason, sample
+from kvferry.transfer.engines.sampling import finish_reason, sample
 from kvferry.transfer.engines.text import IncrementalText
 from kvferry.transfer.inference import GenerateSummary, PrefillReply, TokenChunk
 from kvferry.transfer.outcomes import TransferOutcome
@@ -73,6 +75,7 @@ class LoopSettings:
         max_running: requests that decode at once.
         max_held: finished prompts that may wait for, or be in, a transfer out; prefill pauses at the bound.
         hold_seconds: how long a finished prompt may wait for its grant; its request's deadline may come first.
+        stall_seconds: how long a request may wait for room while nothing is under way that could make any.
     """
 
     prefill_chunk_tokens: int
@@ -82,6 +85,7 @@ class LoopSettings:
     max_held: int
     transfer_timeout_seconds: float
     hold_seconds: float
+    stall_seconds: float = 10.0
 
 
 class EngineLoop:
@@ -95,7 +99,7 @@ class EngineLoop:
         self,
         worker: WorkerId,
         engine: Engine,
-        manager: KVCacheManager,
+        manager: CacheManager,
         settings: LoopSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,9 +108,7 @@ class EngineLoop:
         self._manager = manager
         self._settings = settings
         self._clock = clock
-        self._inbox: queue.Queue[Callable[[], None]] = queue.Queue(settings.max_waiting + 64)
-        self._awake = threading.Event()
-        self._gate = threading.Lock()
+        self._inbox = Inbox(settings.max_waiting + 64)
         self._stopping = False
         self._transceiver: Transceiver | None = None
         self._on_failure: Callable[[], None] = lambda: None
@@ -115,6 +117,9 @@ class EngineLoop:
         self._to_receive: deque[Request] = deque()
         self._receiving: dict[TransferKey, Request] = {}
         self._running: list[Request] = []
+        self._admission = Admission(
+            manager, settings.prefill_chunk_tokens, settings.stall_seconds, lambda: self._required().quarantined_slots()
+        )
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
 
     # ---- any thread
@@ -127,26 +132,26 @@ class EngineLoop:
 
     def wake(self) -> None:
         """Something happened that the loop should look at."""
-        self._awake.set()
+        self._inbox.wake()
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises CapacityError when too many wait, Unavailable when the loop ended."""
-        self._enqueue(lambda: self._arrive(request))
+        self._inbox.put(lambda: self._arrive(request))
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         """Stop an attempt offered or received here; unknown keys change nothing."""
-        self._enqueue(lambda: self._cancel(key, reason))
+        self._inbox.put(lambda: self._cancel(key, reason))
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
         """Run a function between two turns; the future carries its result or error."""
         future: Future[Result] = Future()
-        self._enqueue(lambda: answer(future, function))
+        self._inbox.put(lambda: answer(future, function))
         return future
 
     def stop(self, timeout_seconds: float) -> bool:
         """End the loop after its present turn, failing what is left. False: it did not end in time."""
         self._stopping = True
-        self.wake()
+        self._inbox.close(lambda: Unavailable("the worker is shutting down", peer=str(self._worker)))
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
@@ -170,21 +175,18 @@ class EngineLoop:
             log.exception("engine loop failed")
             story = f"the engine loop failed: {error}"
             self._on_failure()
-        with self._gate:
-            # Whoever is past the gate has its command in the inbox; nobody gets in any more.
-            self._stopping = True
+        self._inbox.close(lambda: Unavailable(story, peer=str(self._worker)))
         self._fail_all(Unavailable(story, peer=str(self._worker)))
 
     @torch.inference_mode()
     def _run_turns(self) -> None:
         while not self._stopping:
             if not self._turn():
-                self._awake.wait(IDLE_SECONDS)
-                self._awake.clear()
+                self._inbox.wait(IDLE_SECONDS)
 
     def _turn(self) -> bool:
         """One turn. Returns whether there is more to do at once."""
-        self._run_inbox()
+        self._inbox.run()
         for outcome in self._required().poll():
             self._hear(outcome)
         failure = self._required().failure
@@ -193,32 +195,21 @@ class EngineLoop:
         self._drop_ended()
         self._admit_receives()
         worked = self._prefill_step()
+        self._grow_running()
         for request in tuple(self._running):
             self._guard(request, self._decode_step)
-        return worked or bool(self._running) or not self._inbox.empty()
+        self._end_stalled()
+        return worked or bool(self._running) or not self._inbox.empty
 
-    def _enqueue(self, command: Callable[[], None]) -> None:
-        with self._gate:
-            if self._stopping:
-                raise Unavailable("the worker is shutting down", peer=str(self._worker))
-            try:
-                self._inbox.put_nowait(command)
-            except queue.Full:
-                raise self._too_many() from None
-        self.wake()
-
-    def _too_many(self) -> CapacityError:
+    def _check_line(self) -> None:
+        """Raise CapacityError when too many requests wait."""
         limit = self._settings.max_waiting
-        return CapacityError(
-            f"{limit} requests wait already: retry later, or raise max_waiting_requests",
-            requested=(1,),
-            available=(0,),
-        )
-
-    def _run_inbox(self) -> None:
-        """Run what was queued until now. No command raises: each deals with its own errors."""
-        for _ in range(self._inbox.qsize()):
-            self._inbox.get_nowait()()
+        if self.num_waiting >= limit:
+            raise CapacityError(
+                f"{limit} requests wait already: retry later, or raise max_waiting_requests",
+                requested=(1,),
+                available=(0,),
+            )
 
     def _required(self) -> Transceiver:
         assert self._transceiver is not None, "start() gives the loop its transceiver"
@@ -244,65 +235,14 @@ class EngineLoop:
         self._guard(request, self._check_and_queue)
 
     def _check_and_queue(self, request: Request) -> None:
-        self._check_length(request)
-        self._manager.check_fits_ever(self._need(request))
-        if self.num_waiting >= self._settings.max_waiting:
-            raise self._too_many()
+        check_request(request, self._engine, self._settings.max_seq_len_tokens)
+        self._admission.check_fits_ever(request)
+        self._check_line()
         self._requests.add(request)
         (self._to_receive if request.decode else self._to_prefill).append(request)
 
-    def _check_length(self, request: Request) -> None:
-        tokens, limit = len(request.prompt), self._settings.max_seq_len_tokens
-        if not tokens:
-            raise ConfigError("the prompt is empty: give at least one token")
-        check_sampling(request.sampling)
-        if tokens + request.sampling.max_new_tokens > limit:
-            raise ConfigError(
-                f"{tokens} prompt tokens and {request.sampling.max_new_tokens} new ones exceed max_seq_len_tokens "
-                f"{limit}: shorten the prompt or ask for fewer tokens"
-            )
-        wrong = self._outside_vocabulary(request.prompt)
-        if wrong:
-            raise ConfigError(f"token ids {wrong[:5]} are outside the vocabulary of {self._engine.vocab_size}")
-
-    def _outside_vocabulary(self, tokens: Sequence[int]) -> list[int]:
-        return [token for token in tokens if not 0 <= token < self._engine.vocab_size]
-
-    def _need(self, request: Request) -> tuple[int, ...]:
-        """Peak slots per pool group of a request on this worker."""
-        tokens = len(request.prompt)
-        decoding = sizing.decode_steps(tokens, request.sampling.max_new_tokens)
-        if request.decode:
-            steps = decoding
-        else:
-            steps = sizing.prefill_steps(tokens, self._settings.prefill_chunk_tokens)
-            steps = steps if request.hand_over else steps + decoding
-        return sizing.peak_slots(self._manager.layout, steps)
-
     def _admit(self, request: Request) -> bool:
-        """Give a request its sequence, or leave it waiting for pages."""
-        try:
-            request.sequence = self._manager.create_sequence(request.request_id, self._need(request))
-        except CapacityError as error:
-            if error.permanent:
-                raise
-            self._check_fits_beside_quarantine(request)
-            return False
-        request.started_at = self._clock()
-        return True
-
-    def _check_fits_beside_quarantine(self, request: Request) -> None:
-        """Raise CapacityError when pages that may never come back leave too little room: waiting would not help."""
-        need, lost = self._need(request), self._required().quarantined_slots()
-        left = [usage.num_slots - slots for usage, slots in zip(self._manager.usage(), lost, strict=True)]
-        if any(slots > room for slots, room in zip(need, left, strict=True)):
-            raise CapacityError(
-                f"needs {list(need)} slots per pool group, {left} are left beside {list(lost)} in quarantine: restart "
-                "the worker, or shorten the request",
-                requested=need,
-                available=left,
-                permanent=True,
-            )
+        return self._admission.admit(request, self._clock())
 
     def _admit_receives(self) -> None:
         """First come, first served: a request that does not fit now blocks those behind it."""
@@ -320,11 +260,14 @@ class EngineLoop:
             return
         self._to_receive.remove(request)
         assert request.decode is not None
-        assert request.sequence is not None
+        sequence = request.sequence
+        assert sequence is not None
         tokens = len(request.prompt)
-        request.sequence.resize(capacity=tokens, history=tokens)
+        start = cursors.decode_start(sequence.capacity, tokens)
+        sequence.resize(capacity=start.capacity, history=start.history)
         timeout = min(self._settings.transfer_timeout_seconds, request.deadline - self._clock())
-        pages, prompt = request.sequence.pages(tokens), PromptId.of(request.prompt)
+        pages = sequence.pages(tokens, skip_blocks=sequence.reused_tokens // self._manager.layout.tokens_per_block)
+        prompt = PromptId.of(request.prompt)
         self._required().request(request.decode.key, request.decode.sender, pages, prompt, max(timeout, 0.001))
         self._receiving[request.decode.key] = request
 
@@ -342,26 +285,35 @@ class EngineLoop:
             raise outcome.error
         assert outcome.aux is not None, "a transfer without error carries its aux record"
         assert request.decode is not None
-        wrong = self._outside_vocabulary(outcome.aux.first_tokens)
+        wrong = outside_vocabulary(outcome.aux.first_tokens, self._engine)
         if wrong:
             message = f"first token {wrong[0]} is outside the vocabulary of {self._engine.vocab_size}"
             sender = str(request.decode.sender)
             raise TransferError(message, transfer_id=outcome.key.transfer_id, peer=sender, phase="result")
         request.transfer_seconds = outcome.seconds
         request.wire = outcome.wire
+        request.prefill_cached_tokens = outcome.aux.usage.cached_tokens
+        self._computed(request, len(request.prompt))
         self._begin(request, list(outcome.aux.first_tokens), list(outcome.aux.first_logprobs))
 
     def _offer(self, request: Request, token: int, logprob: float) -> None:
         assert request.sequence is not None
         key = TransferKey(uuid.uuid4().hex, 1)
         tokens = len(request.prompt)
-        aux = AuxRecord((token,), (logprob,), Usage(tokens))
+        aux = AuxRecord((token,), (logprob,), Usage(tokens, request.reused_tokens))
         timeout = min(self._settings.hold_seconds, request.deadline - self._clock())
         self._required().offer(
             key, request.sequence.pages(tokens), PromptId.of(request.prompt), aux, max(timeout, 0.001)
         )
         timings = request.timings()
-        reply = PrefillReply(key, self._worker, request.prompt, timings.queue_seconds, timings.prefill_seconds)
+        reply = PrefillReply(
+            key,
+            self._worker,
+            request.prompt,
+            timings.queue_seconds,
+            timings.prefill_seconds,
+            request.reused_tokens,
+        )
         request.sink.put(reply)
         self._end(request, None)
 
@@ -389,9 +341,9 @@ class EngineLoop:
         assert sequence is not None
         start = sequence.history
         end = min(start + self._settings.prefill_chunk_tokens, len(request.prompt))
-        sequence.resize(capacity=end)
-        logits = self._compute(request, request.prompt[start:end])
-        sequence.resize(history=end)
+        sequence.resize(capacity=cursors.context_capacity(sequence.capacity, start, end - start))
+        logits = self._compute(request, end)
+        self._computed(request, end, snapshot=True)
         if end == len(request.prompt):
             token, logprob = sample(logits, request.sampling, end)
             request.first_token_at = self._clock()
@@ -411,25 +363,40 @@ class EngineLoop:
         sequence = request.sequence
         assert sequence is not None
         started = self._clock()
-        position = sequence.history
-        sequence.resize(capacity=position + 1)
-        logits = self._compute(request, request.new_tokens[-1:])
-        sequence.resize(history=position + 1)
-        token, logprob = sample(logits, request.sampling, position + 1)
+        end = sequence.history + 1
+        logits = self._compute(request, end)
+        self._computed(request, end)
+        token, logprob = sample(logits, request.sampling, end)
         if len(request.new_tokens) == 1:
             request.first_step_seconds = self._clock() - started
         self._publish(request, [token], [logprob])
 
-    def _compute(self, request: Request, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits after these tokens."""
+    def _grow_running(self) -> None:
+        """Room for one more token of every running request, in one step."""
+        sequences = [request.sequence for request in self._running if request.sequence is not None]
+        if sequences:
+            capacity = [cursors.generation_capacity(sequence.history) for sequence in sequences]
+            self._manager.resize_many(sequences, capacity=np.array(capacity))
+
+    def _compute(self, request: Request, end: int) -> torch.Tensor:
+        """Compute the tokens from the sequence's history up to `end`. Returns the logits after them."""
         sequence = request.sequence
         assert sequence is not None
-        with _library(f"compute {len(tokens)} tokens after {sequence.history}"):
-            return self._engine.forward(sequence, np.asarray(tokens, np.int64))
+        with _library(f"compute tokens {sequence.history} to {end}"):
+            return self._engine.forward(sequence, request.tokens[:end])
+
+    def _computed(self, request: Request, end: int, *, snapshot: bool = False) -> None:
+        """The first `end` tokens are in the pages: declare them history, and final as far as the policy says so now."""
+        sequence = request.sequence
+        assert sequence is not None
+        if self._manager.options.commit_policy == "all_reusable":
+            sequence.commit(request.tokens[sequence.committed : end], snapshot=snapshot)
+        elif end > sequence.history:
+            sequence.resize(history=end)
 
     def _publish(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
         assert request.text is not None
-        request.new_tokens += tokens
+        request.append(tokens)
         reason = finish_reason(request.new_tokens, request.sampling, self._engine.tokenizer.eos_token_ids)
         with _library(f"turn tokens {tokens} into text"):
             text = request.text.push(tokens) + (request.text.flush() if reason else "")
@@ -439,9 +406,10 @@ class EngineLoop:
             self._end(request, None)
 
     def _summary(self, request: Request, reason: str) -> GenerateSummary:
+        reused = request.reused_tokens
         return GenerateSummary(
             finish_reason=reason,
-            usage=Usage(len(request.prompt)),
+            usage=Usage(len(request.prompt), request.prefill_cached_tokens if request.decode else reused),
             new_tokens=len(request.new_tokens),
             num_blocks=ceil_div(len(request.prompt), self._manager.layout.tokens_per_block),
             timings=request.timings(),
@@ -449,6 +417,7 @@ class EngineLoop:
             sender=request.decode.sender if request.decode else self._worker,
             receiver=self._worker,
             prompt_token_ids=request.prompt,
+            decode_cached_tokens=reused if request.decode else 0,
         )
 
     # ---- the end of requests
@@ -477,11 +446,29 @@ class EngineLoop:
             if request in line:
                 line.remove(request)
         if request.sequence is not None:
-            request.sequence.close()
+            self._leave(request, request.sequence, complete=error is None)
         request.sink.finish(error)
         if request.key is not None and self._receiving.get(request.key) is request:
             del self._receiving[request.key]
             self._cancel(request.key, str(error))
+
+    def _leave(self, request: Request, sequence: SequenceCache, *, complete: bool) -> None:
+        """Close a sequence. Where the policy leaves publishing to the end, a complete request publishes now."""
+        if complete and not sequence.closed:
+            sequence.commit(request.tokens[sequence.committed : sequence.history])
+        sequence.close()
+
+    def _end_stalled(self) -> None:
+        """End the requests at the head of the lines when they wait for room that nothing under way can make."""
+        transceiver = self._required()
+        heads = [line[0] for line in (self._to_prefill, self._to_receive) if line and line[0].sequence is None]
+        moving = transceiver.num_sending + transceiver.num_receiving
+        busy = moving > 0 or any(request.sequence is not None for request in self._requests)
+        error = self._admission.stalled(heads, self._clock(), busy=busy)
+        if error is not None:
+            log.error("%s", error)
+            for request in heads:
+                self._end(request, error)
 
     def _cancel(self, key: TransferKey, reason: str) -> None:
         try:
@@ -491,7 +478,7 @@ class EngineLoop:
 
     def _fail_all(self, error: KVError) -> None:
         """Tell every request, also those still in the inbox, that the loop is gone. Pages are not touched any more."""
-        self._run_inbox()
+        self._inbox.run()
         left = tuple(self._requests)
         for line in (self._requests, self._to_prefill, self._to_receive, self._receiving, self._running):
             line.clear()

@@ -291,6 +291,7 @@ class Frontend:
             prompt_token_ids=reply.prompt_token_ids,
             sampling=call.sampling,
             timeout_seconds=max(0.001, deadline - time.monotonic()),
+            cache_salt=call.cache_salt,
         )
 
     def _client(self, entry: DirectoryEntry) -> InferenceClient:

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import torch
 
-from kvferry.cache import sizing
 from kvferry.cache.errors import ConfigError, DeadlineExceeded, InvariantError, KVError, TransportError
-from kvferry.cache.layout import CacheLayout, build_layout
-from kvferry.cache.manager import KVCacheManager
+from kvferry.cache.protocol import CacheManager
 from kvferry.deploy.config import WorkerConfig
 from kvferry.deploy.engine_loop import EngineLoop, LoopSettings
+from kvferry.deploy.pools import build_manager
 from kvferry.deploy.process import EXIT_FAILED, EXIT_OK, write_endpoint
 from kvferry.deploy.requests import Request
 from kvferry.deploy.streams import EventStream, StreamEvent
@@ -61,7 +60,7 @@ class Parts:
 
     worker: WorkerId
     engine: Engine
-    manager: KVCacheManager
+    manager: CacheManager
     loop: EngineLoop
 
 
@@ -69,9 +68,8 @@ def build_parts(config: WorkerConfig) -> Parts:
     """Load the model and make its pools and its engine loop. Takes seconds; touches no network."""
     torch.set_num_threads(config.num_threads)
     engine = _load_engine(config)
-    layout = build_layout(engine.spec, tokens_per_block=config.pools.tokens_per_block, order=config.pools.slot_order)
     limit = min(config.max_seq_len_tokens or engine.max_seq_len_tokens, engine.max_seq_len_tokens)
-    manager = KVCacheManager(layout, pool_slots(config, layout, limit), config.device)
+    manager = build_manager(config, engine.spec, limit)
     engine.bind(manager)
     worker = WorkerId(config.name, secrets.randbits(63))
     settings = LoopSettings(
@@ -82,6 +80,7 @@ def build_parts(config: WorkerConfig) -> Parts:
         max_held=config.transfer.max_held_transfers,
         transfer_timeout_seconds=config.transfer.timeout_seconds,
         hold_seconds=config.transfer.hold_seconds,
+        stall_seconds=config.stall_seconds,
     )
     loop = EngineLoop(worker, engine, manager, settings)
     return Parts(worker, engine, manager, loop)
@@ -90,14 +89,6 @@ def build_parts(config: WorkerConfig) -> Parts:
 def _load_engine(config: WorkerConfig) -> Engine:
     model = load_model(config.model, device=config.device)
     return HfEngine(model) if config.engine == "hf" else SyntheticEngine(model.spec)
-
-
-def pool_slots(config: WorkerConfig, layout: CacheLayout, max_seq_len_tokens: int) -> tuple[int, ...]:
-    """Slots per pool group that the quota pays for, shared so that longest requests fill all groups together."""
-    steps = sizing.decode_steps(max_seq_len_tokens, 1)
-    if config.role.prefills:
-        steps = sizing.prefill_steps(max_seq_len_tokens, config.prefill_chunk_tokens)
-    return sizing.divide_quota(layout, config.pools.quota_bytes, sizing.step_weights(layout, steps))
 
 
 class Worker:
@@ -203,6 +194,7 @@ class Worker:
             arrived_at=now,
             deadline=now + call.timeout_seconds,
             decode=call,
+            cache_salt=call.cache_salt,
         )
         async with aclosing(self._run(request)) as events:
             async for event in events:
@@ -234,6 +226,7 @@ class Worker:
             arrived_at=now,
             deadline=now + call.timeout_seconds,
             hand_over=hand_over,
+            cache_salt=call.cache_salt,
         )
 
     def _take_back(self, event: StreamEvent) -> None:
@@ -276,7 +269,8 @@ class Worker:
                 slot_bytes=group.slot_bytes,
                 num_slots=usage.num_slots,
                 free=usage.free,
-                in_use=usage.in_use - doubtful,
+                cached=usage.cached,
+                in_use=usage.held - doubtful,
                 quarantined=doubtful,
                 reserved=usage.reserved,
             )
@@ -340,7 +334,7 @@ class Worker:
         task.add_done_callback(self._updates.discard)
 
 
-def _integrity(manager: KVCacheManager) -> str:
+def _integrity(manager: CacheManager) -> str:
     try:
         manager.check_integrity()
     except InvariantError as error:

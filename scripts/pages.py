@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""Write the generated parts of docs/structures.md and docs/configuration.md; with --check, fail when one is stale.
+"""Write the generated parts of three pages in docs/; with --check, fail when one is stale.
 
-The modules come from their docstrings, the configuration keys from the models in deploy/config.py.
+The modules of structures.md come from their docstrings, the keys of configuration.md from the models in
+deploy/config.py, and the numbers and traces of pools.md from the pools themselves, see pool_pages.py.
 """
 
 import ast
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from pool_pages import REGIONS
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -19,7 +22,12 @@ from kvferry.deploy.config import FrontendConfig, Key, WorkerConfig, variable
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-START, END = "<!-- what follows is written by scripts/pages.py -->", "<!-- end of what scripts/pages.py writes -->"
+REGION = re.compile(
+    r"(<!-- (?:([\w-]+): )?what follows is written by scripts/pages.py -->\n).*?"
+    r"(<!-- end of what scripts/pages.py writes -->)",
+    re.DOTALL,
+)
+"""A generated part of a page, which may have a name."""
 PACKAGES = (
     "cache",
     "transfer",
@@ -130,25 +138,31 @@ def shown(value: Any, field: FieldInfo) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-# ---- both
+# ---- all
 
 
-PAGES: dict[str, Callable[[], Iterator[str]]] = {"structures.md": modules, "configuration.md": configuration}
+Regions = Mapping[str, Callable[[], Iterator[str]]]
+
+PAGES: Mapping[str, Regions] = {
+    "structures.md": {"": modules},
+    "configuration.md": {"": configuration},
+    "pools.md": REGIONS,
+}
 
 
-def page(path: Path, rows: Callable[[], Iterator[str]]) -> str:
+def page(path: Path, regions: Regions) -> str:
     """The page as it should be."""
-    before, start, rest = path.read_text().partition(START)
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise SystemExit(f"{path.relative_to(ROOT)} has lost the comments between which it is written")
-    return f"{before}{START}\n\n" + "\n".join(rows()) + f"\n{END}{after}"
+    text = path.read_text()
+    found = [match[2] or "" for match in REGION.finditer(text)]
+    if sorted(found) != sorted(regions):
+        raise SystemExit(f"{path.relative_to(ROOT)} has parts named {found}, written are {list(regions)}: each once")
+    return REGION.sub(lambda match: f"{match[1]}\n" + "\n".join(regions[match[2] or ""]()) + f"\n{match[3]}", text)
 
 
 def main() -> None:
     stale = []
-    for name, rows in PAGES.items():
-        wanted = page(DOCS / name, rows)
+    for name, regions in PAGES.items():
+        wanted = page(DOCS / name, regions)
         if "--check" not in sys.argv[1:]:
             (DOCS / name).write_text(wanted)
         elif wanted != (DOCS / name).read_text():

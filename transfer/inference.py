@@ -28,6 +28,7 @@ class GenerateCall:
         request_id: unique per request; minted by the frontend when empty.
         chat: wrap `prompt` as one user turn where the model has a chat template.
         timeout_seconds: the whole request must end within it.
+        cache_salt: at most 256 characters; prompts with different salts never share cached pages.
     """
 
     request_id: str = ""
@@ -36,6 +37,7 @@ class GenerateCall:
     chat: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
     timeout_seconds: float = 120.0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class PrefillReply:
     Attributes:
         queue_seconds: from arrival at the worker to the first chunk.
         prefill_seconds: from the first chunk to the first token sampled.
+        cached_tokens: tokens of the prompt that the worker found in its pools and did not compute.
     """
 
     key: TransferKey
@@ -52,11 +55,16 @@ class PrefillReply:
     prompt_token_ids: tuple[int, ...]
     queue_seconds: float
     prefill_seconds: float
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class DecodeCall:
-    """Fetch the pages a prefill worker offers under `key` and go on from its first token."""
+    """Fetch the pages a prefill worker offers under `key` and go on from its first token.
+
+    Attributes:
+        cache_salt: as of the `GenerateCall` that the prompt comes from.
+    """
 
     request_id: str
     key: TransferKey
@@ -64,6 +72,7 @@ class DecodeCall:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     timeout_seconds: float
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,8 +107,10 @@ class GenerateSummary:
 
     Attributes:
         finish_reason: "length" or "eos".
+        usage: its cached tokens are those of the prefill worker.
         num_blocks: blocks of the prompt; each may have a page per life cycle.
         sender: the worker that prefilled; equal to `receiver` when nothing had to move.
+        decode_cached_tokens: tokens of the prompt that the decode worker had already and did not receive.
     """
 
     finish_reason: str
@@ -111,6 +122,7 @@ class GenerateSummary:
     sender: WorkerId
     receiver: WorkerId
     prompt_token_ids: tuple[int, ...]
+    decode_cached_tokens: int = 0
 
 
 GenerateEvent = TokenChunk | GenerateSummary
@@ -118,10 +130,12 @@ GenerateEvent = TokenChunk | GenerateSummary
 
 @dataclass(frozen=True)
 class PoolGroupStatus:
-    """One pool group now. free + in_use + quarantined == num_slots.
+    """One pool group now. free + cached + in_use + quarantined == num_slots.
 
     Attributes:
         life_cycles: names of the life cycles that share it, e.g. "full", "window 128".
+        slot_bytes: of one slot, all pools of the group together.
+        cached: slots whose pages nobody uses, kept for reuse and given up when room is needed.
         reserved: slots promised to admitted requests, whether taken yet or not.
     """
 
@@ -129,6 +143,7 @@ class PoolGroupStatus:
     slot_bytes: int
     num_slots: int
     free: int
+    cached: int
     in_use: int
     quarantined: int
     reserved: int

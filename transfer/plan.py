@@ -1,7 +1,7 @@
 """Who sends which bytes where, for two ranks whose slots have the same layout.
 
-Runs of a slot are worked out once per pair; a request then costs two index arrays. With equal layouts a slot is one
-run: index = position of the slot in the concatenation of all pools, the same rule on both sides.
+Runs are worked out once per pair; a request then costs two index arrays. With equal layouts a page is one run in each
+pool of its group: index = position of the slot in the concatenation of all pools, the same rule on both sides.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvferry.cache.errors import RemoteProtocolError
 from kvferry.cache.lifecycle import ceil_div
-from kvferry.cache.page_table import BlockLists, PageTable, PoolEntry
+from kvferry.cache.page_table import BlockLists, LayerGroupEntry, PageTable, PoolEntry, SlotList
 
 Indices = npt.NDArray[np.int32]
 
@@ -28,11 +28,16 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """What one request moves: paired runs and their sizes. Shapes: all [num_runs]."""
+    """What one request moves: paired runs and their sizes. Shapes: all [num_runs].
+
+    Attributes:
+        num_pages: a page has a run in each pool of its group.
+    """
 
     local: Indices
     remote: Indices
     run_bytes: npt.NDArray[np.int64]
+    num_pages: int
 
     @property
     def num_runs(self) -> int:
@@ -81,7 +86,8 @@ class PairPlanner:
         if len(pages.slots) != len(self._remote.layer_groups):
             raise RemoteProtocolError(f"{len(pages.slots)} block lists for {len(self._remote.layer_groups)} groups")
         for index, (slots, group) in enumerate(zip(pages.slots, self._remote.layer_groups, strict=True)):
-            num_slots = self._remote.pools[group.pool].num_slots
+            # A slot id names a slot in every pool of the group, so the smallest pool is the bound.
+            num_slots = min(self._remote.pools[pool].num_slots for pool in group.pools)
             if len(slots) != blocks:
                 raise RemoteProtocolError(f"group {index}: {len(slots)} entries, {prompt_tokens} tokens need {blocks}")
             if len(slots) and (int(slots.min()) < -1 or int(slots.max()) >= num_slots):
@@ -95,23 +101,41 @@ class PairPlanner:
             RemoteProtocolError: the remote side wants a page that does not exist here; moving the rest would leave it
                 with bytes of an earlier request.
         """
-        ours, theirs, sizes = [], [], []
+        ours, theirs, sizes = [_NO_RUNS], [_NO_RUNS], [np.empty(0, np.int64)]
+        num_pages = 0
         for index, (group, peer) in enumerate(zip(self._local.layer_groups, self._remote.layer_groups, strict=True)):
-            source, target = local.slots[index], remote.slots[index]
-            wanted = target >= 0
-            if (source[wanted] < 0).any():
-                missing = np.flatnonzero(wanted & (source < 0)).tolist()
-                raise RemoteProtocolError(f"group {index} ({group.life_cycle}): no page for blocks {missing}")
-            ours.append(source[wanted] + self._local_starts[group.pool])
-            theirs.append(target[wanted] + self._remote_starts[peer.pool])
-            sizes.append(np.full(int(wanted.sum()), self._local.pools[group.pool].slot_bytes, np.int64))
-        return TransferPlan(_concat(ours), _concat(theirs), np.concatenate(sizes))
+            source, target = _wanted(index, group, local.slots[index], remote.slots[index])
+            num_pages += len(target)
+            # Pool by pool: neighbouring slots stay neighbouring runs, which the transport merges.
+            for pool, peer_pool in zip(group.pools, peer.pools, strict=True):
+                ours.append(source + self._local_starts[pool])
+                theirs.append(target + self._remote_starts[peer_pool])
+                sizes.append(np.full(len(source), self._local.pools[pool].slot_bytes, np.int64))
+        return TransferPlan(_concat(ours), _concat(theirs), np.concatenate(sizes), num_pages)
 
     def _check_distinct(self, pages: BlockLists) -> None:
-        starts = [self._remote_starts[group.pool] for group in self._remote.layer_groups]
-        named = np.concatenate([slots[slots >= 0] + start for slots, start in zip(pages.slots, starts, strict=True)])
+        """Over runs and not over slot ids, so that groups which share only some of their pools are seen too."""
+        named = np.concatenate(
+            [
+                slots[slots >= 0].astype(np.int64) + self._remote_starts[pool]
+                for slots, group in zip(pages.slots, self._remote.layer_groups, strict=True)
+                for pool in group.pools
+            ]
+        )
         if len(np.unique(named)) != len(named):
             raise RemoteProtocolError("a slot is named twice: two blocks would be written to one page")
+
+
+_NO_RUNS: Indices = np.empty(0, np.int32)
+
+
+def _wanted(index: int, group: LayerGroupEntry, source: SlotList, target: SlotList) -> tuple[SlotList, SlotList]:
+    """Slots here and there of the pages the remote side has room for."""
+    wanted = target >= 0
+    if (source[wanted] < 0).any():
+        missing = np.flatnonzero(wanted & (source < 0)).tolist()
+        raise RemoteProtocolError(f"group {index} ({group.life_cycle}): no page for blocks {missing}")
+    return source[wanted], target[wanted]
 
 
 def _pool_starts(table: PageTable) -> list[int]:

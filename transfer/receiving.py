@@ -83,6 +83,8 @@ class Receiver:
     def request(self, grant: Grant, now: float, ready: Callable[[], bool]) -> None:
         """Send a grant as soon as `ready` and wait for the pages until its timeout, counted from `now`."""
         receiving = Receiving(grant, now + grant.timeout_seconds, now, ready)
+        # Without a page nobody can write anything, so there is nothing to wait for but the result.
+        receiving.num_slices = None if grant.pages.num_pages else 0
         self._receivings[grant.key] = receiving
         if self._peers.find(grant.sender) is None:
             self._fail(receiving, Failure("peer_lost", Phase.GRANT, f"{grant.sender} is not a paired peer"))
@@ -98,6 +100,7 @@ class Receiver:
                 continue
             if receiving.ready():
                 self._drive(receiving, Event.GRANT)
+                self._check_landed(receiving)
             else:
                 self._unready.append(receiving)
 
@@ -160,7 +163,8 @@ class Receiver:
         """Fail overdue attempts; give up waiting for proof after a grace period."""
         for receiving in tuple(self._receivings.values()):
             if not receiving.ended and now >= receiving.deadline:
-                landed = f"{len(receiving.landed)} of {receiving.num_slices or 'an unknown number of'} slices landed"
+                expected = "an unknown number of" if receiving.num_slices is None else receiving.num_slices
+                landed = f"{len(receiving.landed)} of {expected} slices landed"
                 message = f"{receiving.grant.timeout_seconds:g} s passed since the grant; {landed}"
                 self._fail(receiving, Failure("timeout", Phase.WIRE, message))
             elif receiving.ended and now >= receiving.ended_at + SETTLE_SECONDS:

@@ -314,7 +314,7 @@ class Sender:
             return WireReport()
         return WireReport(
             num_slices=job.num_slices,
-            num_pages=plan.num_runs,
+            num_pages=plan.num_pages,
             num_bytes=plan.num_bytes,
             num_descriptors=job.num_descriptors,
             seconds=max(0.0, job.ended_at - job.started_at),

@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvferry.cache.errors import CapacityError, ConfigError, TransportError
-from kvferry.cache.manager import Hold, KVCacheManager
+from kvferry.cache.holds import Access, Hold
 from kvferry.cache.page_table import BlockLists
+from kvferry.cache.protocol import CacheManager
 from kvferry.transfer.outcomes import (
     HangUp,
     Outbox,
@@ -70,7 +71,7 @@ class Transceiver:
         self,
         worker: WorkerId,
         role: Role,
-        manager: KVCacheManager,
+        manager: CacheManager,
         transport: Transport,
         *,
         model_digest: str,
@@ -102,6 +103,7 @@ class Transceiver:
             agent_name=transport.agent_name,
             agent_metadata=transport.metadata(),
             model_digest=model_digest,
+            manager=manager.version,
             page_table=manager.page_table(),
         )
         self._peers = PeerBook(self.info, transport)
@@ -121,24 +123,25 @@ class Transceiver:
 
         Raises:
             ConfigError: the key is open already. CapacityError: too many open transfers.
-            TransportError: the reactor ended.
+            TransportError: the reactor ended. LocalProtocolError: as `CacheManager.hold`.
         """
         ready = self._manager.storage.record_event()
         offer = Offer(key, prompt, pages, aux, self._clock() + timeout_seconds, ready)
-        self._open(key, Side.SENDER, pages, lambda: self._sender.offer(offer))
+        self._open(key, Side.SENDER, pages, Access.READ, lambda: self._sender.offer(offer))
 
     def request(
         self, key: TransferKey, sender: WorkerId, pages: BlockLists, prompt: PromptId, timeout_seconds: float
     ) -> None:
         """Grant pages to a sender and wait for them. `poll` reports the outcome, with the aux record.
 
-        Nothing is granted before the device is done with what the pages were used for until now.
+        Nothing is granted before the device is done with what the pages were used for until now. Blocks that are here
+        already have no page in `pages`; when none is left to move, the outcome still brings the aux record.
 
         Raises: as `offer`.
         """
         grant = Grant(key, sender, self._worker, prompt, pages, timeout_seconds)
         now, ready = self._clock(), self._manager.storage.record_event()
-        self._open(key, Side.RECEIVER, pages, lambda: self._receiver.request(grant, now, ready))
+        self._open(key, Side.RECEIVER, pages, Access.WRITE, lambda: self._receiver.request(grant, now, ready))
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         """Stop an attempt on whichever side it is here. Its pages come back when they are quiet. Idempotent."""
@@ -155,10 +158,13 @@ class Transceiver:
         return outcomes + self._broken_outcomes()
 
     def quarantined_slots(self) -> tuple[int, ...]:
-        """Slots per pool group that are out of circulation because nobody can prove they are quiet."""
+        """Slots per pool group that are out of circulation because nobody can prove they are quiet.
+
+        Counted once each: attempts may share the pages of a common prefix.
+        """
         holds = [self._holds[entry] for entry in self._in_doubt]
         groups = range(len(self._manager.layout.pool_groups))
-        return tuple(sum(len(hold.slots[group]) for hold in holds) for group in groups)
+        return tuple(len({slot for hold in holds for slot in hold.slots[group].tolist()}) for group in groups)
 
     @property
     def num_sending(self) -> int:
@@ -245,7 +251,7 @@ class Transceiver:
 
     # ---- private
 
-    def _open(self, key: TransferKey, side: Side, pages: BlockLists, start: Callable[[], None]) -> None:
+    def _open(self, key: TransferKey, side: Side, pages: BlockLists, access: Access, start: Callable[[], None]) -> None:
         if (key, side) in self._holds:
             raise ConfigError(f"transfer {key} is open here already as {side.value}: a key serves one attempt")
         if len(self._holds) - len(self._in_doubt) >= self._settings.max_transfers:
@@ -255,7 +261,7 @@ class Transceiver:
                 requested=(1,),
                 available=(0,),
             )
-        self._holds[key, side] = self._manager.hold(pages)
+        self._holds[key, side] = self._manager.hold(pages, access)
         try:
             self._reactor.submit(start)
         except (TransportError, CapacityError):

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvferry.cache.page_table import BlockLists, PageTable
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Workers with different versions do not pair."""
 
 
@@ -67,6 +67,7 @@ class RankInfo:
     Attributes:
         agent_metadata: opaque to everyone but the transport named beside it.
         model_digest: SHA-256 over what the model's configuration says of its computation.
+        manager: version of the cache manager, "V1" or "V2".
     """
 
     worker: WorkerId
@@ -77,13 +78,18 @@ class RankInfo:
     agent_name: str
     agent_metadata: bytes
     model_digest: str
+    manager: str
     page_table: PageTable
     protocol_version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Token accounting of the prompt, in tokens."""
+    """Token accounting of the prompt, in tokens.
+
+    Attributes:
+        cached_tokens: tokens that prefill found in its pools and did not compute.
+    """
 
     prompt_tokens: int
     cached_tokens: int = 0
@@ -138,7 +144,8 @@ class Grant:
 
     Attributes:
         prompt: what the receiver expects in these pages.
-        pages: positional lists over the whole prompt, one per layer group of the receiver's page table.
+        pages: positional lists over the whole prompt, one per layer group of the receiver's page table; -1 where the
+            receiver needs nothing: the block is out of its window, or it has it already.
         timeout_seconds: how long the receiver will wait from now; a duration, since clocks differ.
     """
 

@@ -1,9 +1,15 @@
 """Hypothesis strategies for records that obey every rule."""
 
+import math
+
 import numpy as np
 from hypothesis import strategies as st
 
-from kvferry.cache.page_table import BlockLists
+from kvferry.cache.ids import LayerId
+from kvferry.cache.layout import BufferView, StateView
+from kvferry.cache.lifecycle import LifeCycle
+from kvferry.cache.page_table import BlockLists, LayerGroupEntry, PageTable, PoolEntry
+from kvferry.cache.spec import ITEM_BYTES
 from kvferry.transfer.control.handlers import Snapshot
 from kvferry.transfer.inference import (
     DecodeCall,
@@ -25,6 +31,7 @@ from kvferry.transfer.types import (
     Grant,
     Phase,
     PromptId,
+    RankInfo,
     ResultStatus,
     Role,
     TransferKey,
@@ -90,27 +97,33 @@ snapshots = st.builds(Snapshot, counts, st.lists(entries, max_size=4).map(tuple)
 samplings = st.builds(
     SamplingParams, st.integers(1, 2**21), st.floats(0, 1000), st.integers(-(2**63), 2**63 - 1), st.booleans()
 )
-calls = st.builds(GenerateCall, request_ids, texts, st.none(), st.booleans(), samplings, timeouts) | st.builds(
-    GenerateCall, request_ids, st.none(), token_lists, st.booleans(), samplings, timeouts
+salts = st.text(max_size=256)
+calls = st.builds(GenerateCall, request_ids, texts, st.none(), st.booleans(), samplings, timeouts, salts) | st.builds(
+    GenerateCall, request_ids, st.none(), token_lists, st.booleans(), samplings, timeouts, salts
 )
-prefill_replies = st.builds(PrefillReply, keys, workers, prompts, seconds, seconds)
-decode_calls = st.builds(DecodeCall, request_ids, keys, workers, prompts, samplings, timeouts)
+prefill_replies = prompts.flatmap(
+    lambda p: st.builds(PrefillReply, keys, workers, st.just(p), seconds, seconds, st.integers(0, len(p)))
+)
+decode_calls = st.builds(DecodeCall, request_ids, keys, workers, prompts, samplings, timeouts, salts)
 chunks = st.lists(st.tuples(tokens, logprobs), max_size=10).flatmap(
     lambda drawn: st.builds(TokenChunk, st.just(tuple(t for t, _ in drawn)), st.just(tuple(p for _, p in drawn)), texts)
 )
-summaries = st.builds(
-    GenerateSummary,
-    names,
-    usages,
-    st.integers(0, 2**21),
-    st.integers(0, 2**21),
-    st.builds(Timings, seconds, seconds, seconds, seconds),
-    wires,
-    workers,
-    workers,
-    token_lists,
+summaries = usages.flatmap(
+    lambda usage: st.builds(
+        GenerateSummary,
+        names,
+        st.just(usage),
+        st.integers(0, 2**21),
+        st.integers(0, 2**21),
+        st.builds(Timings, seconds, seconds, seconds, seconds),
+        wires,
+        workers,
+        workers,
+        token_lists,
+        st.integers(0, usage.prompt_tokens),
+    )
 )
-pool_groups = st.builds(PoolGroupStatus, st.lists(names, max_size=3).map(tuple), *[counts] * 6)
+pool_groups = st.builds(PoolGroupStatus, st.lists(names, max_size=3).map(tuple), *[counts] * 7)
 statuses = st.builds(
     WorkerStatus,
     workers,
@@ -124,4 +137,69 @@ statuses = st.builds(
     st.lists(st.builds(PeerStatus, workers, roles, names), max_size=3).map(tuple),
     names,
     st.integers(1, 2**32 - 1),
+)
+
+
+dtypes = st.sampled_from(sorted(ITEM_BYTES))
+layer_ids = counts_32.map(LayerId)
+life_cycles = st.just(LifeCycle()) | st.builds(LifeCycle, st.integers(1, 2**32 - 1), counts_32)
+shapes = st.lists(st.integers(1, 50), min_size=1, max_size=8).map(tuple)
+
+
+@st.composite
+def _buffer_views(draw: st.DrawFn, tokens_per_block: int, pool: int) -> BufferView:
+    """Rows and heads may be padded; the first byte is anywhere."""
+    dtype, heads, head_dim = draw(dtypes), draw(st.integers(1, 8)), draw(st.integers(1, 256))
+    row = head_dim * ITEM_BYTES[dtype] + draw(st.integers(0, 9))
+    head = row * tokens_per_block + draw(st.integers(0, 9))
+    at, layer = draw(st.integers(0, 2**40)), draw(layer_ids)
+    return BufferView(layer, draw(names), at, heads, head_dim, head, row, dtype, pool)
+
+
+state_views = st.builds(StateView, layer_ids, names, st.integers(0, 2**40), shapes, dtypes)
+
+
+def end_of(view: BufferView | StateView, tokens_per_block: int) -> int:
+    """Bytes from the start of the slot to the end of a view."""
+    if isinstance(view, StateView):
+        return view.offset_bytes + math.prod(view.shape) * ITEM_BYTES[view.dtype]
+    last = (view.num_heads - 1) * view.head_stride_bytes + (tokens_per_block - 1) * view.token_stride_bytes
+    return view.offset_bytes + last + view.head_dim * view.item_bytes
+
+
+@st.composite
+def page_tables(draw: st.DrawFn) -> PageTable:
+    """One to four groups with pools of their own, each just as large as the views inside need, or larger."""
+    tokens_per_block, groups = draw(st.integers(1, 64)), []
+    pools: list[PoolEntry] = []
+    for _ in range(draw(st.integers(1, 4))):
+        recurrent = draw(st.booleans())
+        num_pools, num_slots = 1 if recurrent else draw(st.integers(1, 3)), draw(st.integers(1, 1000))
+        indices = tuple(range(len(pools), len(pools) + num_pools))
+        buffers = tuple(draw(_buffer_views(tokens_per_block, pool)) for pool in range(0 if recurrent else num_pools))
+        states = tuple(draw(st.lists(state_views, min_size=1, max_size=3))) if recurrent else ()
+        for pool in range(num_pools):
+            inside = [*states, *(view for view in buffers if view.pool == pool)]
+            size = max(end_of(view, tokens_per_block) for view in inside) + draw(st.integers(0, 9))
+            pools.append(PoolEntry(draw(st.integers(0, 2**48)), size, size + draw(st.integers(0, 9)), num_slots))
+        life_cycle = LifeCycle(recurrent=True) if recurrent else draw(life_cycles)
+        groups.append(LayerGroupEntry(life_cycle, indices, buffers, states))
+    return PageTable(draw(names), draw(dtypes), tokens_per_block, draw(names), tuple(pools), tuple(groups))
+
+
+ranks = st.integers(1, 2**16).flatmap(
+    lambda num_ranks: st.builds(
+        RankInfo,
+        workers,
+        roles,
+        st.integers(0, num_ranks - 1),
+        st.just(num_ranks),
+        names,
+        names,
+        st.binary(max_size=40),
+        names,
+        st.sampled_from(["V1", "V2"]) | names,
+        page_tables(),
+        st.integers(1, 2**32 - 1),
+    )
 )

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -8,10 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.cache.errors import Incompatibility, IncompatiblePeer, LocalProtocolError, RemoteProtocolError
-from kvferry.transfer.control.convert import channel, checks, common, directory, inference, rank, status
+from kvferry.cache.ids import LayerId
+from kvferry.cache.layout import BufferView, SlotOrder, build_layout
+from kvferry.cache.page_table import LayerGroupEntry, PageTable, PoolEntry
+from kvferry.cache.spec import BufferSpec, LayerSpec, ModelSpec, StateSpec
+from kvferry.transfer.control.convert import channel, checks, common, directory, inference, page_table, rank, status
 from kvferry.transfer.control.handlers import Envelope, Hello
 from kvferry.transfer.inference import GenerateCall, SamplingParams
-from kvferry.transfer.types import Cancel, Grant, Role, TransferKey, WorkerId
+from kvferry.transfer.types import Cancel, Grant, RankInfo, Role, TransferKey, WorkerId
 from tests.control import samples, strategies
 
 M = TypeVar("M", bound=Message)
@@ -62,6 +67,50 @@ def test_rank_survives_the_wire(role: Role) -> None:
     info = samples.rank(samples.PREFILL, role)
 
     assert rank.rank_from_wire(through_bytes(rank.rank_to_wire(info))) == info
+
+
+@QUICK
+@given(strategies.ranks)
+def test_any_rank_survives_the_wire(info: RankInfo) -> None:
+    assert rank.rank_from_wire(through_bytes(rank.rank_to_wire(info))) == info
+
+
+@QUICK
+@given(st.data())
+def test_view_that_ends_past_its_slot_is_refused(data: st.DataObject) -> None:
+    table = data.draw(strategies.page_tables())
+    group = data.draw(st.sampled_from(table.layer_groups))
+    view = data.draw(st.sampled_from([*group.buffers, *group.states]))
+    pool = group.pools[view.pool if isinstance(view, BufferView) else 0]
+    pools = list(table.pools)
+    too_small = strategies.end_of(view, table.tokens_per_block) - 1
+    pools[pool] = dataclasses.replace(pools[pool], slot_bytes=max(1, too_small))
+    message = page_table.page_table_to_wire(dataclasses.replace(table, pools=tuple(pools)))
+
+    if too_small:
+        with pytest.raises(RemoteProtocolError, match="past the slot's"):
+            page_table.page_table_from_wire(through_bytes(message))
+    else:
+        assert page_table.page_table_from_wire(through_bytes(message)).pools == tuple(pools)
+
+
+@pytest.mark.parametrize("own_base", [False, True])
+@pytest.mark.parametrize("order", ["layer_major", "head_major"])
+def test_table_of_a_real_layout_survives_the_wire(order: SlotOrder, own_base: bool) -> None:
+    scale = BufferSpec("key_block_scale", 2, 4, "uint8", own_base)
+    attention = (BufferSpec("key", 2, 8), BufferSpec("value", 2, 8), scale)
+    state = StateSpec("ssm_state", (2, 3), "float32")
+    layers = [LayerSpec(LayerId(0), None, attention, (state,)), LayerSpec(LayerId(1), 8, attention, sink_tokens=2)]
+    layout = build_layout(ModelSpec("test", "bfloat16", tuple(layers)), tokens_per_block=4, order=order)
+    groups, pools = [], []
+    for life_cycle in layout.life_cycles:
+        indices = tuple(range(len(pools), len(pools) + len(life_cycle.pool_bytes)))
+        pools += [PoolEntry(0, size, size, 3) for size in life_cycle.pool_bytes]
+        groups.append(LayerGroupEntry(life_cycle.life_cycle, indices, life_cycle.buffers, life_cycle.states))
+    table = PageTable(layout.digest, layout.dtype, 4, "cpu", tuple(pools), tuple(groups))
+
+    assert [len(group.pools) for group in groups] == ([2, 1, 2] if own_base else [1, 1, 1])
+    assert page_table.page_table_from_wire(through_bytes(page_table.page_table_to_wire(table))) == table
 
 
 @QUICK
@@ -123,6 +172,8 @@ def _parsers() -> dict[str, ParseBytes]:
         "rank": lambda raw: rank.rank_from_wire(rank.pb.RankInfo.FromString(raw)),
         "status": lambda raw: status.status_from_wire(status.pb.WorkerStatus.FromString(raw)),
         "call": lambda raw: inference.call_from_wire(ipb.GenerateCall.FromString(raw)),
+        "prefill": lambda raw: inference.prefill_reply_from_wire(ipb.PrefillResponse.FromString(raw)),
+        "decode": lambda raw: inference.decode_call_from_wire(ipb.DecodeRequest.FromString(raw)),
         "event": lambda raw: inference.event_from_wire(ipb.GenerateEvent.FromString(raw)),
         "snapshot": lambda raw: directory.snapshot_from_wire(directory.pb.WatchResponse.FromString(raw)),
     }
@@ -137,6 +188,8 @@ def test_damaged_message_is_accepted_or_refused_as_the_peers_fault(data: st.Data
         "rank": rank.rank_to_wire(samples.rank(samples.PREFILL, Role.BOTH)),
         "status": status.status_to_wire(samples.status()),
         "call": inference.call_to_wire(samples.call()),
+        "prefill": inference.prefill_reply_to_wire(samples.prefill_reply()),
+        "decode": inference.decode_call_to_wire(samples.decode_call()),
         "event": inference.event_to_wire(samples.summary()),
         "snapshot": directory.snapshot_to_wire(data.draw(strategies.snapshots)),
     }
@@ -163,6 +216,11 @@ def _set(**changes: object) -> Callable[[Any], None]:
             setattr(target, field, value)
 
     return change
+
+
+def _of_group(index: int, change: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Change one layer group of a rank's page table."""
+    return lambda message: change(message.page_table.layer_groups[index])
 
 
 def _clear(field: str) -> Callable[[Any], None]:
@@ -229,6 +287,8 @@ RANK_CHANGES = [
     ("RankInfo.agent_metadata", _set(agent_metadata=b"x" * (rank.MAX_METADATA_BYTES + 1))),
     ("RankInfo.model_digest", _set(model_digest="")),
     ("RankInfo.protocol_version", _set(protocol_version=0)),
+    ("RankInfo.manager", _set(manager="")),
+    ("RankInfo.manager", _set(manager="V" * 300)),
     ("PageTable.layout_digest", _set(page_table__layout_digest="")),
     ("PageTable.dtype", _set(page_table__dtype="float7")),
     ("PageTable.tokens_per_block", _set(page_table__tokens_per_block=0)),
@@ -239,15 +299,41 @@ RANK_CHANGES = [
     ("Pool.slot_stride_bytes", _set(page_table__pools__0__slot_stride_bytes=511)),
     ("Pool.num_slots", _set(page_table__pools__0__num_slots=0)),
     ("Pool.base", _set(page_table__pools__0__base=2**64 - 1)),
-    ("LayerGroup.pool", _set(page_table__layer_groups__0__pool=2)),
+    ("PageTable.pools", _set(page_table__pools__1__num_slots=page_table.MAX_SLOTS)),
+    ("LayerGroup.pools", _of_group(0, lambda group: group.ClearField("pools"))),
+    ("LayerGroup.pools", _of_group(0, lambda group: group.pools.__setitem__(1, 4))),
+    ("LayerGroup.pools", _of_group(0, lambda group: group.pools.__setitem__(1, 0))),
+    ("LayerGroup.pools", _of_group(0, lambda group: group.pools.extend([1, 3, 0]))),
+    ("LayerGroup.pools", _of_group(2, lambda group: group.pools.append(1))),
+    ("LayerGroup.pools", _set(page_table__pools__2__num_slots=99)),
     ("LayerGroup.sink_blocks", _set(page_table__layer_groups__0__sink_blocks=1)),
-    ("LayerGroup.buffers", lambda message: message.page_table.layer_groups[0].ClearField("buffers")),
+    ("LayerGroup.sink_blocks", _set(page_table__layer_groups__2__sink_blocks=1)),
+    ("LayerGroup.window_tokens", _set(page_table__layer_groups__2__window_tokens=8)),
+    ("LayerGroup.buffers", _of_group(0, lambda group: group.ClearField("buffers"))),
+    ("LayerGroup.buffers", _of_group(2, lambda group: group.buffers.add())),
+    ("LayerGroup.buffers", _set(page_table__layer_groups__0__recurrent=True)),
+    ("LayerGroup.buffers", _set(page_table__layer_groups__2__recurrent=False)),
+    ("LayerGroup.states", _of_group(1, lambda group: group.states.add())),
+    ("LayerGroup.states", _of_group(2, lambda group: group.ClearField("states"))),
     ("Buffer.role", _set(page_table__layer_groups__0__buffers__0__role="")),
+    ("Buffer.dtype", _set(page_table__layer_groups__0__buffers__0__dtype="")),
+    ("Buffer.dtype", _set(page_table__layer_groups__0__buffers__0__dtype="float7")),
+    ("Buffer.pool", _set(page_table__layer_groups__0__buffers__0__pool=2)),
     ("Buffer.num_heads", _set(page_table__layer_groups__0__buffers__0__num_heads=0)),
     ("Buffer.head_dim", _set(page_table__layer_groups__0__buffers__0__head_dim=0)),
     ("Buffer.head_stride_bytes", _set(page_table__layer_groups__0__buffers__0__head_stride_bytes=0)),
     ("Buffer.token_stride_bytes", _set(page_table__layer_groups__0__buffers__0__token_stride_bytes=31)),
     ("Buffer.offset_bytes", _set(page_table__layer_groups__0__buffers__1__offset_bytes=257)),
+    ("Buffer.offset_bytes", _set(page_table__layer_groups__0__buffers__0__pool=1)),
+    ("Buffer.offset_bytes", _set(page_table__layer_groups__0__buffers__2__offset_bytes=1)),
+    ("State.role", _set(page_table__layer_groups__2__states__0__role="")),
+    ("State.dtype", _set(page_table__layer_groups__2__states__0__dtype="float7")),
+    ("State.shape", _of_group(2, lambda group: group.states[0].ClearField("shape"))),
+    ("State.shape", _of_group(2, lambda group: group.states[0].shape.extend([1] * 7))),
+    ("State.shape", _of_group(2, lambda group: group.states[0].shape.__setitem__(0, 0))),
+    ("State.shape", _of_group(2, lambda group: group.states[0].shape.__setitem__(0, 2**32 - 1))),
+    ("State.offset_bytes", _of_group(2, lambda group: group.states[0].shape.__setitem__(0, 2**31))),
+    ("State.offset_bytes", _set(page_table__layer_groups__2__states__1__offset_bytes=49)),
 ]
 
 CALL_CHANGES = [
@@ -259,6 +345,26 @@ CALL_CHANGES = [
     ("SamplingParams.temperature", _set(sampling__temperature=-0.5)),
     ("SamplingParams.temperature", _set(sampling__temperature=float("nan"))),
     ("GenerateCall.token_ids", lambda message: message.token_ids.ids.append(2**31)),
+    ("GenerateCall.cache_salt", _set(cache_salt="x" * 257)),
+]
+
+PREFILL_REPLY_CHANGES = [
+    ("PrefillResponse.key", _clear("key")),
+    ("PrefillResponse.sender", _clear("sender")),
+    ("PrefillResponse.prompt_token_ids", _clear("prompt_token_ids")),
+    ("PrefillResponse.cached_tokens", _set(cached_tokens=4)),
+    ("PrefillResponse.queue_seconds", _set(queue_seconds=-1.0)),
+    ("PrefillResponse.prefill_seconds", _set(prefill_seconds=float("nan"))),
+]
+
+DECODE_CALL_CHANGES = [
+    ("DecodeRequest.key", _clear("key")),
+    ("DecodeRequest.sender", _clear("sender")),
+    ("DecodeRequest.sampling", _clear("sampling")),
+    ("DecodeRequest.request_id", _set(request_id="x" * 300)),
+    ("DecodeRequest.prompt_token_ids", _clear("prompt_token_ids")),
+    ("DecodeRequest.timeout_seconds", _set(timeout_seconds=0.0)),
+    ("DecodeRequest.cache_salt", _set(cache_salt="x" * 257)),
 ]
 
 STATUS_CHANGES = [
@@ -267,6 +373,7 @@ STATUS_CHANGES = [
     ("WorkerStatus.process_id", _clear("process_id")),
     ("PairedWorker.lane", _set(peers__0__lane="")),
     ("PoolGroup.free", _set(pool_groups__0__free=2**64 - 1)),
+    ("PoolGroup.cached", _set(pool_groups__0__cached=2**64 - 1)),
     ("PoolGroup.life_cycles", lambda message: message.pool_groups[0].life_cycles.append("")),
 ]
 
@@ -276,6 +383,8 @@ EVENT_CHANGES = [
     ("GenerateSummary.timings", lambda message: message.summary.ClearField("timings")),
     ("GenerateSummary.finish_reason", _set(summary__finish_reason="")),
     ("Timings.queue_seconds", _set(summary__timings__queue_seconds=-1.0)),
+    ("Usage.cached_tokens", _set(summary__usage__cached_tokens=71)),
+    ("GenerateSummary.decode_cached_tokens", _set(summary__decode_cached_tokens=71)),
 ]
 
 
@@ -286,6 +395,12 @@ def cases() -> list[Any]:
         (channel.result_to_wire(samples.result()), channel.result_from_wire, RESULT_CHANGES),
         (rank.rank_to_wire(samples.rank(samples.PREFILL, Role.BOTH)), rank.rank_from_wire, RANK_CHANGES),
         (inference.call_to_wire(samples.call()), inference.call_from_wire, CALL_CHANGES),
+        (
+            inference.prefill_reply_to_wire(samples.prefill_reply()),
+            inference.prefill_reply_from_wire,
+            PREFILL_REPLY_CHANGES,
+        ),
+        (inference.decode_call_to_wire(samples.decode_call()), inference.decode_call_from_wire, DECODE_CALL_CHANGES),
         (status.status_to_wire(samples.status()), status.status_from_wire, STATUS_CHANGES),
         (inference.event_to_wire(samples.summary()), inference.event_from_wire, EVENT_CHANGES),
     ]
@@ -296,7 +411,7 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("good,convert,field,change", cases())
+@pytest.mark.parametrize("good, convert, field, change", cases())
 def test_broken_rule_names_the_field(
     good: Message, convert: Callable[[Any], object], field: str, change: Callable[[Any], Any]
 ) -> None:
@@ -310,7 +425,7 @@ def test_broken_rule_names_the_field(
 
 
 @pytest.mark.parametrize(
-    "convert,record",
+    "convert, record",
     [
         (inference.call_to_wire, GenerateCall(prompt=None)),
         (inference.call_to_wire, GenerateCall(prompt="a", prompt_token_ids=(1,))),

@@ -288,11 +288,13 @@ STRANGER = WorkerId("stranger", 5)
 
 
 @pytest.mark.parametrize(
-    "said,complaint",
+    "said, complaint",
     [
-        pytest.param([(0, Hello(WorkerId(DECODE.name, 0x23), 1))], "registered is", id="wrong incarnation"),
-        pytest.param([(0, Hello(STRANGER, 1))], "no such worker", id="never registered"),
-        pytest.param([(0, Hello(DECODE, 2))], "protocol version", id="other protocol version"),
+        pytest.param(
+            [(0, Hello(WorkerId(DECODE.name, 0x23), PROTOCOL_VERSION))], "registered is", id="wrong incarnation"
+        ),
+        pytest.param([(0, Hello(STRANGER, PROTOCOL_VERSION))], "no such worker", id="never registered"),
+        pytest.param([(0, Hello(DECODE, PROTOCOL_VERSION + 1))], "protocol version", id="other protocol version"),
         pytest.param([(1, HELLO)], "0 was due", id="hello out of order"),
         pytest.param([(0, samples.grant())], "must be a hello", id="grant before hello"),
         pytest.param([(0, HELLO), (2, samples.grant())], "1 was due", id="gap"),
@@ -349,10 +351,14 @@ GREETING = Envelope(0, Hello(PREFILL, PROTOCOL_VERSION))
 
 
 @pytest.mark.parametrize(
-    "said,complaint",
+    "said, complaint",
     [
-        pytest.param([Envelope(0, Hello(STRANGER, 1))], "expected hello from prefill", id="hello of another"),
-        pytest.param([Envelope(0, Hello(PREFILL, 2))], "protocol version", id="other protocol version"),
+        pytest.param(
+            [Envelope(0, Hello(STRANGER, PROTOCOL_VERSION))], "expected hello from prefill", id="hello of another"
+        ),
+        pytest.param(
+            [Envelope(0, Hello(PREFILL, PROTOCOL_VERSION + 1))], "protocol version", id="other protocol version"
+        ),
         pytest.param([Envelope(0, samples.result())], "expected hello", id="result before hello"),
         pytest.param([GREETING, Envelope(2, samples.result())], "1 was due", id="gap"),
         pytest.param([GREETING, Envelope(1, samples.grant())], "receivers send grants", id="grant to a receiver"),

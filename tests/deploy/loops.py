@@ -1,22 +1,27 @@
-"""Engine loops over self-checking bytes, joined in this process: everything of a worker but its processes."""
+"""Engine loops joined in this process: everything of a worker but its processes."""
 
 import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.cache.admission import PoolOptions
 from kvferry.cache.errors import KVError
-from kvferry.cache.layout import build_layout
+from kvferry.cache.layout import build_layout, build_static_layout
 from kvferry.cache.manager import KVCacheManager
+from kvferry.cache.protocol import CacheManager
 from kvferry.cache.sequence import SequenceCache
+from kvferry.cache.spec import ModelSpec
+from kvferry.cache.static_manager import StaticKVCacheManager
 from kvferry.deploy.engine_loop import EngineLoop, LoopSettings
 from kvferry.deploy.requests import Request
+from kvferry.transfer.engines.base import Engine
 from kvferry.transfer.engines.synthetic import SyntheticEngine
 from kvferry.transfer.inference import (
     DecodeCall,
@@ -37,19 +42,34 @@ WAIT_SECONDS = 10.0
 _numbers = itertools.count()
 
 
-class GatedEngine(SyntheticEngine):
-    """Computes only while its gate is open, so that a test can stop a loop inside a forward pass."""
+class GatedEngine(Engine):
+    """Another engine that computes only while its gate is open, so that a test can stop a loop inside a pass."""
 
-    def __init__(self) -> None:
-        super().__init__(spec([8, None, 8, None]))
+    name = "gated"
+
+    def __init__(self, engine: Engine) -> None:
+        self.spec = engine.spec
+        self.model_digest = engine.model_digest
+        self.tokenizer = engine.tokenizer
+        self.vocab_size = engine.vocab_size
+        self.max_seq_len_tokens = engine.max_seq_len_tokens
         self.gate = threading.Event()
         self.gate.set()
         self.num_forward = 0
+        self.at_gate = False
+        self.computed: list[str] = []
+        self._engine = engine
+
+    def bind(self, manager: CacheManager) -> None:
+        self._engine.bind(manager)
 
     def forward(self, sequence: SequenceCache, token_ids: npt.NDArray[np.int64]) -> torch.Tensor:
         self.num_forward += 1
+        self.computed.append(sequence.request_id)
+        self.at_gate = True
         assert self.gate.wait(WAIT_SECONDS), "a test left the gate closed"
-        return super().forward(sequence, token_ids)
+        self.at_gate = False
+        return self._engine.forward(sequence, token_ids)
 
 
 @dataclass
@@ -78,12 +98,21 @@ class Sink:
         return [token for event in self.events if isinstance(event, TokenChunk) for token in event.token_ids]
 
     @property
+    def logprobs(self) -> list[float]:
+        return [value for event in self.events if isinstance(event, TokenChunk) for value in event.logprobs]
+
+    @property
     def reply(self) -> PrefillReply:
         return next(event for event in self.events if isinstance(event, PrefillReply))
 
     @property
     def summary(self) -> GenerateSummary:
         return next(event for event in self.events if isinstance(event, GenerateSummary))
+
+
+def counting_prompt(num_tokens: int) -> tuple[int, ...]:
+    """The prompt of requests that say only how long it is: each is a prefix of all longer ones."""
+    return tuple(3 + index % 200 for index in range(num_tokens))
 
 
 @dataclass
@@ -95,18 +124,32 @@ class Node:
     loop: EngineLoop
     failed: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def manager(self) -> KVCacheManager:
+        manager = self.end.manager
+        assert isinstance(manager, KVCacheManager)
+        return manager
+
     def request(
-        self, prompt_tokens: int, new_tokens: int = 4, *, hand_over: bool = False, seconds: float = 60.0
+        self,
+        prompt: int | Sequence[int],
+        new_tokens: int = 4,
+        *,
+        hand_over: bool = False,
+        seconds: float = 60.0,
+        salt: str = "",
     ) -> Request:
+        """A request for some tokens, or for that many of `counting_prompt`."""
         now = time.monotonic()
         return Request(
             request_id=f"r{next(_numbers)}",
-            prompt=tuple(3 + index % 200 for index in range(prompt_tokens)),
+            prompt=counting_prompt(prompt) if isinstance(prompt, int) else tuple(prompt),
             sampling=SamplingParams(max_new_tokens=new_tokens, ignore_eos=True),
             sink=Sink(),
             arrived_at=now,
             deadline=now + seconds,
             hand_over=hand_over,
+            cache_salt=salt,
         )
 
     def submit(self, request: Request) -> Sink:
@@ -117,27 +160,70 @@ class Node:
     def fetch(self, source: Request, reply: PrefillReply, seconds: float = 60.0) -> Request:
         """The decode request for a prompt that another node offered."""
         now = time.monotonic()
-        call = DecodeCall(source.request_id, reply.key, reply.sender, reply.prompt_token_ids, source.sampling, seconds)
-        return Request(source.request_id, source.prompt, source.sampling, Sink(), now, now + seconds, decode=call)
+        prompt, salt = reply.prompt_token_ids, source.cache_salt
+        call = DecodeCall(source.request_id, reply.key, reply.sender, prompt, source.sampling, seconds, salt)
+        return Request(
+            source.request_id, prompt, source.sampling, Sink(), now, now + seconds, decode=call, cache_salt=salt
+        )
 
     def is_idle(self) -> bool:
-        """Every page is free and no request is known, seen from between two turns."""
+        """Nobody uses any page and no request is known, seen from between two turns."""
 
         def look() -> bool:
-            manager = self.end.manager
-            manager.check_integrity()
+            self.manager.check_integrity()
             idle = self.loop.num_waiting + self.loop.num_running + self.end.transceiver.num_sending == 0
-            return idle and all(u.free == u.num_slots and u.reserved == 0 for u in manager.usage())
+            return idle and all(u.held == 0 and u.reserved == 0 for u in self.manager.usage())
 
         return self.loop.call(look).result(WAIT_SECONDS)
 
 
+def hand_over(prefill: Node, decode: Node, request: Request) -> Sink:
+    """Prefill on one node, decode on the other, to the end."""
+    reply = prefill.submit(request).wait().reply
+    return decode.submit(decode.fetch(request, reply)).wait()
+
+
+def synthetic_engine() -> Engine:
+    """Self-checking bytes: two layers with a window of 8 tokens and two of full attention."""
+    return SyntheticEngine(spec([8, None, 8, None]))
+
+
+def make_manager(
+    model: ModelSpec, version: str, num_slots: int | Sequence[int], tokens_per_block: int, options: PoolOptions
+) -> KVCacheManager:
+    """A manager of either kind; `num_slots` for every pool group, or for each its own."""
+    kinds = {"V2": (build_layout, KVCacheManager), "V1": (build_static_layout, StaticKVCacheManager)}
+    build, manager_class = kinds[version]
+    layout = build(model, tokens_per_block=tokens_per_block)
+    slots = [num_slots] * len(layout.pool_groups) if isinstance(num_slots, int) else num_slots
+    return manager_class(layout, slots, options=options)
+
+
 @contextlib.contextmanager
-def nodes(num_slots: int = 64, *, hold_seconds: float = 30.0, **settings: int) -> Iterator[tuple[Node, Node]]:
+def nodes(
+    num_slots: int | Sequence[int] = 64,
+    *,
+    engine: Callable[[], Engine] = synthetic_engine,
+    manager: str = "V2",
+    tokens_per_block: int = 4,
+    options: PoolOptions = PoolOptions(),  # noqa: B008 - immutable
+    hold_seconds: float = 30.0,
+    stall_seconds: float = 10.0,
+    **settings: int,
+) -> Iterator[tuple[Node, Node]]:
     """A prefill and a decode node, paired. At the end both are idle unless their loop failed."""
     bounds = {"max_waiting": 8, "max_running": 4, "max_held": 4, "max_seq_len_tokens": 400, "prefill_chunk_tokens": 16}
-    loop_settings = LoopSettings(**{**bounds, **settings}, transfer_timeout_seconds=30.0, hold_seconds=hold_seconds)
-    made = [_node(name, num_slots, loop_settings) for name in ("p", "d")]
+    loop_settings = LoopSettings(
+        **{**bounds, **settings},
+        transfer_timeout_seconds=30.0,
+        hold_seconds=hold_seconds,
+        stall_seconds=stall_seconds,
+    )
+    made = []
+    for name in ("p", "d"):
+        gated = GatedEngine(engine())
+        pools = make_manager(gated.spec, manager, num_slots, tokens_per_block, options)
+        made.append(_node(name, gated, pools, loop_settings))
     for node, other, role in zip(made, reversed(made), (Role.BOTH, Role.DECODE), strict=True):
         node.end.transceiver = Transceiver(
             node.end.worker,
@@ -164,10 +250,7 @@ def nodes(num_slots: int = 64, *, hold_seconds: float = 30.0, **settings: int) -
     assert all(stopped)
 
 
-def _node(name: str, num_slots: int, settings: LoopSettings) -> Node:
-    engine = GatedEngine()
-    layout = build_layout(engine.spec, tokens_per_block=4)
-    manager = KVCacheManager(layout, [num_slots] * len(layout.pool_groups))
+def _node(name: str, engine: GatedEngine, manager: KVCacheManager, settings: LoopSettings) -> Node:
     engine.bind(manager)
     worker = WorkerId(name, 100 + next(_numbers))
     return Node(End(worker, manager), engine, EngineLoop(worker, engine, manager, settings))

@@ -213,7 +213,8 @@ def test_unknown_key_names_where_it_was_set(tmp_path: Path) -> None:
 def test_section_given_as_value_lists_its_keys(tmp_path: Path) -> None:
     assert refusal(tmp_path, "pools: 5\n") == (
         "worker.yaml: pools is 5, but it is a section with the keys "
-        "pools.quota_bytes, pools.tokens_per_block, pools.slot_order"
+        "pools.quota_bytes, pools.tokens_per_block, pools.slot_order, pools.manager, pools.ratio, "
+        "pools.commit_policy, pools.max_util_for_resume, pools.max_sequences, pools.window_scratch"
     )
 
 
@@ -300,3 +301,125 @@ def test_addresses_are_written_one_way(tmp_path: Path) -> None:
 def test_reading_a_configuration_needs_no_grpc() -> None:
     script = "import sys, kvferry.deploy.config; sys.exit('grpc' in sys.modules)"
     assert subprocess.run((sys.executable, "-c", script), timeout=60.0, check=False).returncode == 0
+
+
+# ---- how pools are kept
+
+POOL_KEYS = [
+    ("pools.manager", "v1", "V1"),
+    ("pools.manager", "V1", "V1"),
+    ("pools.manager", "v2", "V2"),
+    ("pools.ratio", "0.5,0.5", (0.5, 0.5)),
+    ("pools.ratio", " 0.25 , 0.75 ", (0.25, 0.75)),
+    ("pools.ratio", "1", (1.0,)),
+    ("pools.commit_policy", "per_conversation", "per_conversation"),
+    ("pools.commit_policy", "off", "off"),
+    ("pools.max_util_for_resume", "0.9", 0.9),
+    ("pools.max_util_for_resume", "1", 1.0),
+    ("pools.max_sequences", "8", 8),
+    ("pools.window_scratch", "on", "on"),
+    ("pools.window_scratch", "off", "off"),
+    ("stall_seconds", "2.5", 2.5),
+]
+
+
+def value_of(config: WorkerConfig, key: str) -> object:
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(config, section) if section else config, name)
+
+
+@pytest.mark.parametrize("source", ["flag", "environment", "file"])
+@pytest.mark.parametrize("key, given, expected", POOL_KEYS)
+def test_pool_key_is_read_from_every_source(
+    tmp_path: Path, source: str, key: str, given: str, expected: object
+) -> None:
+    config = {
+        "flag": lambda: worker(tmp_path, **{key: given}),
+        "environment": lambda: worker(tmp_path, environ={f"KVFERRY_WORKER__{key.replace('.', '__').upper()}": given}),
+        "file": lambda: worker(tmp_path, yaml_of(key, repr(given))),
+    }[source]()
+
+    assert value_of(config, key) == expected
+
+
+def yaml_of(key: str, value: str) -> str:
+    section, _, name = key.rpartition(".")
+    return f"{section}: {{{name}: {value}}}\n" if section else f"{name}: {value}\n"
+
+
+@pytest.mark.parametrize(
+    "key, text, expected",
+    [
+        ("pools.ratio", "[0.5, 0.5]", (0.5, 0.5)),
+        ("pools.max_sequences", "8", 8),
+        ("pools.max_sequences", "", None),
+        ("pools.max_util_for_resume", "0.5", 0.5),
+        ("stall_seconds", "3", 3.0),
+    ],
+)
+def test_pool_key_of_a_file_may_be_a_number_a_list_or_nothing(
+    tmp_path: Path, key: str, text: str, expected: object
+) -> None:
+    assert value_of(worker(tmp_path, yaml_of(key, text)), key) == expected
+
+
+@pytest.mark.parametrize("text, expected", [("on", "on"), ("off", "off"), ("'on'", "on")])
+def test_words_that_yaml_takes_for_truth_values_are_read_as_written(tmp_path: Path, text: str, expected: str) -> None:
+    assert worker(tmp_path, yaml_of("pools.window_scratch", text)).pools.window_scratch == expected
+
+
+def test_commit_policy_off_is_read_as_written(tmp_path: Path) -> None:
+    assert worker(tmp_path, yaml_of("pools.commit_policy", "off")).pools.commit_policy == "off"
+
+
+def test_pools_not_configured_are_v2_with_reuse_and_without_limits() -> None:
+    pools = PoolConfig()
+
+    assert (pools.manager, pools.ratio, pools.commit_policy) == ("V2", None, "all_reusable")
+    assert (pools.max_util_for_resume, pools.max_sequences, pools.window_scratch) == (1.0, None, "off")
+
+
+@pytest.mark.parametrize(
+    "key, given, accepted",
+    [
+        ("pools.manager", "v3", "must be 'V1' or 'V2'"),
+        ("pools.manager", 2, "must be 'V1' or 'V2'"),
+        ("pools.commit_policy", "some", "must be 'off', 'all_reusable', 'per_request' or 'per_conversation'"),
+        ("pools.max_util_for_resume", "0", "must be greater than 0"),
+        ("pools.max_util_for_resume", "1.5", "must be less than or equal to 1"),
+        ("pools.max_util_for_resume", "nan", "must be less than or equal to 1"),
+        ("pools.max_sequences", "0", "must be greater than or equal to 1"),
+        ("pools.max_sequences", "65537", "must be less than or equal to 65536"),
+        ("pools.max_sequences", "2.5", "must be a valid integer, unable to parse string as an integer"),
+        ("pools.window_scratch", "maybe", "must be 'on' or 'off'"),
+        ("stall_seconds", "0", "must be greater than 0"),
+        ("stall_seconds", "inf", "must be less than or equal to 3600"),
+    ],
+)
+@pytest.mark.parametrize("source", ["flag", "environment"])
+def test_wrong_pool_value_names_key_value_and_what_is_accepted(
+    tmp_path: Path, source: str, key: str, given: object, accepted: str
+) -> None:
+    variable = f"KVFERRY_WORKER__{key.replace('.', '__').upper()}"
+    if source == "flag":
+        assert refusal(tmp_path, **{key: given}) == f"flag for {key} is {given!r}: {accepted}"
+    else:
+        assert refusal(tmp_path, environ={variable: str(given)}).startswith(f"{variable} is {str(given)!r}: ")
+
+
+@pytest.mark.parametrize(
+    "given, part",
+    [
+        ("0.5,half", "unable to parse string as a number"),
+        ("0.5,", "unable to parse string as a number"),
+        ("0,1", "greater than 0"),
+        ("0.5,1.5", "less than or equal to 1"),
+        ("nan,0.5", "less than or equal to 1"),
+    ],
+)
+def test_wrong_ratio_names_what_was_given_and_the_rule(tmp_path: Path, given: str, part: str) -> None:
+    message = refusal(tmp_path, **{"pools.ratio": given})
+
+    assert part in message
+    assert "pools.ratio" in message
+    assert repr(given) in message

@@ -12,8 +12,8 @@ from kvferry.deploy.demo import DemoOptions, Served, described, run_demo, shorte
 from kvferry.transfer.inference import GenerateSummary, PoolGroupStatus, Timings, WorkerStatus
 from kvferry.transfer.types import Role, Usage, WireReport, WorkerId
 
-OPTIONS = DemoOptions("tiny-gpt-oss", "hello", 4, 1, 1, as_json=True)
-GROUP = PoolGroupStatus(("full",), 1474560, 182, 182, 0, 0, 0)
+OPTIONS = DemoOptions("tiny-gpt-oss", "hello", 4, 1, 1, "V2", as_json=True)
+GROUP = PoolGroupStatus(("full",), 1474560, 182, 180, 2, 0, 0, 0)
 SENDER, RECEIVER = WorkerId("prefill-0", 1), WorkerId("decode-0", 2)
 SERVED = Served(
     tokens=[5, 6],

@@ -18,19 +18,12 @@ from kvferry.cache.errors import (
     TransportError,
     Unavailable,
 )
-from kvferry.cache.manager import Hold
+from kvferry.cache.holds import Access, Hold
 from kvferry.cache.sequence import SequenceCache
-from kvferry.deploy.requests import Request
 from kvferry.transfer.types import TransferKey, TransferResult
-from tests.deploy.loops import WAIT_SECONDS, Node, Sink, nodes
+from tests.deploy.loops import WAIT_SECONDS, hand_over, nodes
 from tests.helpers import wait_until
 from tests.transfer.pairs import Message
-
-
-def hand_over(prefill: Node, decode: Node, request: Request) -> Sink:
-    """Prefill on one node, decode on the other, to the end."""
-    reply = prefill.submit(request).wait().reply
-    return decode.submit(decode.fetch(request, reply)).wait()
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 4, 15, 16, 17, 33, 100])
@@ -39,7 +32,6 @@ def test_handed_over_tokens_equal_those_of_one_node(prompt_tokens: int) -> None:
         request = prefill.request(prompt_tokens, 12, hand_over=True)
         moved = hand_over(prefill, decode, request)
         alone = prefill.request(prompt_tokens, 12)
-        alone.request_id = request.request_id  # the synthetic engine's bytes depend on it
         assert moved.error is None
         assert moved.tokens == prefill.submit(alone).wait().tokens
         assert len(moved.tokens) == moved.summary.new_tokens == 12
@@ -301,8 +293,9 @@ def test_request_that_no_longer_fits_beside_quarantined_pages_is_refused_and_doe
         def lose() -> Hold:
             """25 blocks of both life cycles: 50 of the 64 slots."""
             sequence = manager.create_sequence("lost", (50,))
+            sequence.resume()
             sequence.resize(capacity=100)
-            hold = manager.hold(sequence.pages(100))
+            hold = manager.hold(sequence.pages(100), Access.WRITE)
             sequence.close()
             return hold
 

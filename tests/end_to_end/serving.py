@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 
 from kvferry.deploy.cluster import Child, Cluster, running_cluster, start_cluster
 from kvferry.transfer.control.client import InferenceClient
@@ -19,6 +20,9 @@ REQUEST_SECONDS = 60.0
 CHUNK_TOKENS = 256
 VOCABULARY = 256
 FIRST_TOKEN_ID = 3
+
+both_managers = pytest.mark.parametrize("manager", ["V2", pytest.param("V1", marks=pytest.mark.full)])
+"""V2 in every run; V1, where each case starts a cluster of its own, in the long one."""
 
 Result = TypeVar("Result")
 
@@ -39,9 +43,11 @@ def prompt_of(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(drawn.tolist())
 
 
-def call_for(prompt: Sequence[int], max_new_tokens: int = 32, **sampling: Any) -> GenerateCall:
+def call_for(prompt: Sequence[int], max_new_tokens: int = 32, *, salt: str = "", **sampling: Any) -> GenerateCall:
     params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, **sampling)
-    return GenerateCall(prompt_token_ids=tuple(prompt), sampling=params, timeout_seconds=REQUEST_SECONDS)
+    return GenerateCall(
+        prompt_token_ids=tuple(prompt), sampling=params, timeout_seconds=REQUEST_SECONDS, cache_salt=salt
+    )
 
 
 async def answer(client: InferenceClient, call: GenerateCall) -> Answer:
@@ -102,7 +108,7 @@ class Service:
         return _bounded(run())
 
     def is_idle(self) -> bool:
-        """Every page of every worker is free, no request or transfer is open, and the books add up."""
+        """Nobody uses any page of any worker, no request or transfer is open, and the books add up."""
         return all(is_idle(status) for status in self.statuses().values())
 
 
@@ -110,7 +116,8 @@ def is_idle(status: WorkerStatus) -> bool:
     assert status.integrity == "ok", status.integrity
     open_work = (status.waiting, status.running, status.holding, status.receiving)
     return open_work == (0, 0, 0, 0) and all(
-        (group.free, group.reserved, group.quarantined) == (group.num_slots, 0, 0) for group in status.pool_groups
+        (group.free + group.cached, group.reserved, group.quarantined) == (group.num_slots, 0, 0)
+        for group in status.pool_groups
     )
 
 

@@ -32,6 +32,7 @@ def test_demo_missing_model_path_is_refused() -> None:
         (("demo", "--prefill", "0"), ("--prefill is 0",)),
         (("demo", "--decode", "-1"), ("--decode is -1",)),
         (("demo", "--nonsense"), ("--nonsense",)),
+        (("demo", "--manager", "v3"), ("--manager is v3", "v1 or v2")),
         (("demo", "--max-new-tokens", "many"), ("--max-new-tokens", "integer", "many")),
         (("nonsense",), ("nonsense",)),
         (("worker", "--role", "prefill"), ("directory",)),
@@ -88,6 +89,21 @@ def test_pools_too_small_for_one_sequence_are_refused() -> None:
     check_refused(ended, "65536 bytes", "raise the quota")
 
 
+@pytest.mark.parametrize(
+    "manager, ratio, words",
+    [
+        ("V2", "0.5,0.3,0.2", ("[0.5, 0.3, 0.2]", "one per life cycle")),
+        pytest.param("V1", "0.5,0.3,0.2", ("[0.5, 0.3, 0.2]", "need 2 positive numbers"), marks=pytest.mark.full),
+    ],
+)
+def test_shares_that_do_not_fit_the_model_are_refused(manager: str, ratio: str, words: tuple[str, ...]) -> None:
+    ended = run(
+        *("worker", "--role", "decode", "--directory", "127.0.0.1:1", "--model", "tiny-gemma3"),
+        *("--set", f"pools.manager={manager}", "--set", f"pools.ratio={ratio}", "--log-level", "error"),
+    )
+    check_refused(ended, *words)
+
+
 def test_prompts_that_cannot_be_served_are_refused_at_admission() -> None:
     with serving(model="tiny-gpt-oss", pools={"quota_bytes": "1MiB"}) as service:
         ask = ("generate", "--frontend", service.endpoint)
@@ -96,4 +112,4 @@ def test_prompts_that_cannot_be_served_are_refused_at_admission() -> None:
         check_refused(run(*ask, "--prompt", "a" * 9000), "max_seq_len_tokens")
         answer = run(*ask, "--prompt", "hello", "--max-new-tokens", "4", "--json")
         assert (answer.code, answer.err) == (0, "")
-        wait_until(service.is_idle, 10.0, "every page is free again")
+        wait_until(service.is_idle, 10.0, "nobody uses any page")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.programs import run
+from tests.end_to_end.programs import Ended, run
 
 KEYS = {
     "identical",
@@ -26,29 +26,47 @@ KEYS = {
     "pool_groups",
 }
 TTFT_PARTS = {"total", "queue", "prefill", "transfer", "first_decode_step", "other"}
-GROUPS = {"tiny-gpt-oss": [["window 128", "full"]], "tiny-gemma3": [["window 512"], ["full"]]}
+GROUPS = {
+    ("tiny-gpt-oss", "V2"): [["window 128", "full"]],
+    ("tiny-gpt-oss", "V1"): [["window 128"], ["full"]],
+    **{("tiny-gemma3", manager): [["window 512"], ["full"]] for manager in ("V2", "V1")},
+    **{("tiny-deepseek-v3", manager): [["full"]] for manager in ("V2", "V1")},
+    # In the order of each one's first layer.
+    **{
+        (model, manager): [["recurrent"], ["full"]]
+        for model in ("tiny-qwen3-next", "tiny-nemotron-h")
+        for manager in ("V2", "V1")
+    },
+    **{("tiny-falcon-h1", manager): [["full"], ["recurrent"]] for manager in ("V2", "V1")},
+}
+CASES = [pytest.param(*pair, marks=[pytest.mark.full] if pair[1] == "V1" else []) for pair in GROUPS]
 PROMPT = "ferry " * 120
 
 
 @pytest.mark.xdist_group("demo")
-@pytest.mark.parametrize("model", GROUPS)
-def test_demo_json_says_identical_and_how(model: str, tmp_path: Path) -> None:
-    arguments = ("demo", "--model", model, "--prompt", PROMPT, "--max-new-tokens", "16", "--json")
-    ended = run(*arguments, environ={"TMPDIR": str(tmp_path)})
+@pytest.mark.parametrize("model, manager", CASES)
+def test_demo_json_says_identical_and_how(model: str, manager: str, tmp_path: Path) -> None:
+    arguments = ("--model", model, "--manager", manager.lower(), "--prompt", PROMPT, "--max-new-tokens", "16")
+    ended = run("demo", *arguments, "--json", environ={"TMPDIR": str(tmp_path)})
     # Exit code 0 also says that every child ended well when told to; one that was killed would leave its folder behind.
-    assert (ended.code, ended.err) == (0, "")
+    assert (ended.code, complaints(ended)) == (0, [])
     assert list(tmp_path.glob("kvferry-*")) == []
     told = json.loads(ended.out)
     assert set(told) >= KEYS
     assert told["identical"] is True
-    assert (told["manager"], told["transport"], told["runtime"], told["lane"]) == ("V2", "NIXL", "PYTHON", "cma")
+    assert (told["manager"], told["transport"], told["runtime"], told["lane"]) == (manager, "NIXL", "PYTHON", "cma")
     assert (told["prompt_tokens"], told["new_tokens"], told["blocks"]) == (len(PROMPT), 16, len(PROMPT) // 32 + 1)
-    assert [group["life_cycles"] for group in told["pool_groups"]] == GROUPS[model]
+    assert [group["life_cycles"] for group in told["pool_groups"]] == GROUPS[model, manager]
     assert all(group["slot_bytes"] > 0 and group["num_slots"] > 0 for group in told["pool_groups"])
     parts = told["ttft_seconds"]
     assert set(parts) == TTFT_PARTS
     assert all(seconds >= 0 for seconds in parts.values())
     assert parts["total"] == pytest.approx(sum(parts.values()) - parts["total"], abs=1e-6)
+
+
+def complaints(ended: Ended) -> list[str]:
+    """What stands on standard error, less the library's word that it has no fast kernels for recurrent layers."""
+    return [line for line in ended.error_lines if not line.startswith("[transformers] ")]
 
 
 @pytest.mark.full

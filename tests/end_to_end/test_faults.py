@@ -12,7 +12,7 @@ import pytest
 from kvferry.cache.errors import Unavailable
 from kvferry.transfer.control.client import InferenceClient
 from tests.end_to_end.programs import finish, shared_memory, start
-from tests.end_to_end.serving import Answer, Service, call_for, prompt_of, serving
+from tests.end_to_end.serving import Answer, Service, both_managers, call_for, prompt_of, serving
 from tests.helpers import wait_until
 from tests.processes import command_line, started_processes
 
@@ -41,26 +41,29 @@ def is_running(service: Service, name: str) -> bool:
     return status.running + status.waiting > 0
 
 
+@both_managers
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-def test_worker_killed_during_a_request_gives_a_typed_error_in_time(victim: str) -> None:
+def test_worker_killed_during_a_request_gives_a_typed_error_in_time(victim: str, manager: str) -> None:
     # One token per chunk: the prompt takes seconds, and so does the answer.
     call = (
         {"prompt_tokens": 1500, "max_new_tokens": 8}
         if victim == "prefill-0"
         else {"prompt_tokens": 8, "max_new_tokens": 2000}
     )
-    with serving(model=MODEL, prefill_chunk_tokens=1) as service, ThreadPoolExecutor(1) as pool:
+    settings = {"prefill_chunk_tokens": 1, "pools": {"manager": manager}}
+    with serving(model=MODEL, **settings) as service, ThreadPoolExecutor(1) as pool:
         reply = ask_in_background(pool, service, **call)
         wait_until(lambda: is_running(service, victim), 30.0, f"{victim} works on the request")
         killed_at = kill(service, victim)
         with pytest.raises(Unavailable):
             reply.result(NOTICED_SECONDS)
         assert time.monotonic() - killed_at < NOTICED_SECONDS
-        wait_until(service.is_idle, 15.0, "the other worker has every page free again")
+        wait_until(service.is_idle, 15.0, "nobody uses any page of the other worker")
 
 
-def test_prompt_whose_decode_never_comes_is_released_after_hold_seconds() -> None:
-    with serving(model=MODEL, transfer={"hold_seconds": 1.0}) as service:
+@both_managers
+def test_prompt_whose_decode_never_comes_is_released_after_hold_seconds(manager: str) -> None:
+    with serving(model=MODEL, transfer={"hold_seconds": 1.0}, pools={"manager": manager}) as service:
 
         async def prefill_only() -> None:
             endpoint = service.worker("prefill-0").endpoint
@@ -70,11 +73,12 @@ def test_prompt_whose_decode_never_comes_is_released_after_hold_seconds() -> Non
 
         asyncio.run(prefill_only())
         assert service.statuses()["prefill-0"].holding == 1
-        wait_until(service.is_idle, 10.0, "the prompt's pages are free again")
+        wait_until(service.is_idle, 10.0, "nobody uses the prompt's pages")
 
 
-def test_client_that_goes_away_leaves_nothing_behind() -> None:
-    with serving(model=MODEL) as service:
+@both_managers
+def test_client_that_goes_away_leaves_nothing_behind(manager: str) -> None:
+    with serving(model=MODEL, pools={"manager": manager}) as service:
 
         async def leave_after_the_first_token() -> None:
             async with InferenceClient(service.endpoint) as client:
@@ -83,7 +87,7 @@ def test_client_that_goes_away_leaves_nothing_behind() -> None:
                 await stream.aclose()
 
         asyncio.run(leave_after_the_first_token())
-        wait_until(service.is_idle, 10.0, "every page is free again")
+        wait_until(service.is_idle, 10.0, "nobody uses any page")
         assert len(service.ask(call_for(prompt_of(50))).tokens) == 32
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MistralConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig
 
 from kvferry.cache.spec import from_transformers_config
 from kvferry.transfer.engines.loaded_model import LoadedModel, config_digest
@@ -25,22 +25,6 @@ def _mistral() -> PreTrainedConfig:
     )
 
 
-def _deepseek() -> PreTrainedConfig:
-    """Latent attention: transformers caches the latent vector as the key and the rotary part as the value."""
-    return DeepseekV3Config(
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        first_k_dense_replace=2,
-        **_SIZES,
-    )
-
-
 def _random_model(name: str, config: PreTrainedConfig) -> LoadedModel:
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
@@ -48,12 +32,12 @@ def _random_model(name: str, config: PreTrainedConfig) -> LoadedModel:
     return LoadedModel(name, network, ByteTokenizer(), spec, config_digest(config.to_dict()))
 
 
-_RANDOM: dict[str, Callable[[], PreTrainedConfig]] = {"llama": _llama, "mistral": _mistral, "deepseek": _deepseek}
+_RANDOM: dict[str, Callable[[], PreTrainedConfig]] = {"llama": _llama, "mistral": _mistral}
 
 
 @pytest.fixture(scope="session")
 def model_of() -> Callable[[str], LoadedModel]:
-    """A model by name: tiny-gpt-oss, tiny-gemma3, or a random llama, mistral or deepseek."""
+    """A model by name: one of the tiny models, or a random llama or mistral."""
     built: dict[str, LoadedModel] = {}
 
     def get(name: str) -> LoadedModel:

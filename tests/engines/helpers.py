@@ -41,32 +41,40 @@ def open_sequence(
     manager: KVCacheManager, prompt_tokens: int, *, new_tokens: int = 33, chunk_tokens: int = 256, name: str = "r"
 ) -> SequenceCache:
     steps = prefill_steps(prompt_tokens, chunk_tokens) + decode_steps(prompt_tokens, new_tokens)
-    return manager.create_sequence(name, peak_slots(manager.layout, steps))
+    sequence = manager.create_sequence(name, peak_slots(manager.layout, steps))
+    sequence.resume()
+    return sequence
 
 
 def step(engine: Engine, sequence: SequenceCache, tokens: Tokens) -> torch.Tensor:
-    """One forward pass the way a worker does it. Returns the logits after the last token."""
-    sequence.resize(capacity=sequence.history + len(tokens))
+    """One forward pass the way a worker does it, over the tokens that are not history yet.
+
+    `tokens` are all of the sequence. Returns the logits after the last one.
+    """
+    sequence.resize(capacity=len(tokens))
     logits = engine.forward(sequence, tokens)
-    sequence.resize(history=sequence.capacity)
+    sequence.resize(history=len(tokens))
     return logits
 
 
 def prefill(engine: Engine, sequence: SequenceCache, prompt: Tokens, chunk_tokens: int) -> list[torch.Tensor]:
     """The logits after every chunk."""
-    return [step(engine, sequence, chunk) for chunk in chunks(prompt, chunk_tokens)]
+    ends = [*range(sequence.history + chunk_tokens, len(prompt), chunk_tokens), len(prompt)]
+    return [step(engine, sequence, prompt[:end]) for end in ends]
+
+
+def decode_greedily(
+    engine: Engine, sequence: SequenceCache, prompt: Tokens, first_token: int, num_tokens: int
+) -> list[int]:
+    """`num_tokens` tokens, the first one included."""
+    tokens = [first_token]
+    while len(tokens) < num_tokens:
+        tokens.append(int(step(engine, sequence, np.append(prompt, tokens)).argmax()))
+    return tokens
 
 
 def chunks(prompt: Tokens, chunk_tokens: int) -> Iterator[Tokens]:
     return (prompt[start : start + chunk_tokens] for start in range(0, len(prompt), chunk_tokens))
-
-
-def decode_greedily(engine: Engine, sequence: SequenceCache, first_token: int, num_tokens: int) -> list[int]:
-    """`num_tokens` tokens, the first one included."""
-    tokens = [first_token]
-    while len(tokens) < num_tokens:
-        tokens.append(int(step(engine, sequence, np.array(tokens[-1:])).argmax()))
-    return tokens
 
 
 def reference_logits(model: LoadedModel, prompt: Tokens, chunk_tokens: int, num_decode: int) -> list[torch.Tensor]:
@@ -100,6 +108,6 @@ def copy_pages(
 
 
 def slot_bytes(manager: KVCacheManager, pool_group: int) -> torch.Tensor:
-    """Shapes: [num_slots, slot_bytes], uint8, a view."""
-    size = manager.layout.pool_groups[pool_group].slot_bytes
-    return manager.storage.pools[pool_group].view(-1, size)
+    """Shapes: [num_slots, slot_bytes], uint8, a view. Only of groups with one pool."""
+    (pool,) = manager.storage.pool_indices(pool_group)
+    return manager.storage.pools[pool].view(manager.storage.num_slots[pool_group], -1)

@@ -7,17 +7,20 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from kvferry.cache.admission import PoolOptions
 from kvferry.cache.errors import ConfigError, InvariantError, LocalProtocolError
-from kvferry.cache.layout import build_layout
+from kvferry.cache.layout import build_layout, build_static_layout
 from kvferry.cache.manager import KVCacheManager
+from kvferry.cache.static_manager import StaticKVCacheManager
 from kvferry.transfer.engines.hf import HfEngine
-from kvferry.transfer.engines.hf_cache import PooledCache, layer_buffers
+from kvferry.transfer.engines.hf_cache import CacheViews, PooledCache
 from kvferry.transfer.engines.loaded_model import LoadedModel
 from tests.engines import helpers
 
 ModelOf = Callable[[str], LoadedModel]
 
-MODELS = ["tiny-gpt-oss", "tiny-gemma3", "llama", "mistral", "deepseek"]
+RECURRENT = ["tiny-qwen3-next", "tiny-nemotron-h", "tiny-falcon-h1", "tiny-bamba"]
+MODELS = ["tiny-gpt-oss", "tiny-gemma3", "tiny-deepseek-v3", *RECURRENT, "llama", "mistral"]
 LENGTHS = [1, 32, 33, 64, 127, 128, 129, 160, 511, 512, 513, 544, 545]
 NUM_DECODE = 3
 
@@ -32,8 +35,10 @@ def test_forward_around_the_windows_equals_dynamic_cache(model_of: ModelOf, name
         wanted = helpers.reference_logits(model, prompt, chunk_tokens, NUM_DECODE)
         sequence = helpers.open_sequence(manager, length, chunk_tokens=chunk_tokens)
         found = helpers.prefill(engine, sequence, prompt, chunk_tokens)
+        tokens = prompt
         for _ in range(NUM_DECODE):
-            found.append(helpers.step(engine, sequence, found[-1].argmax()[None].numpy()))
+            tokens = np.append(tokens, found[-1].argmax())
+            found.append(helpers.step(engine, sequence, tokens))
         sequence.close()
         assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True)), f"{length} tokens"
     manager.check_integrity()
@@ -53,7 +58,7 @@ def test_forward_in_chunks_around_block_and_window_equals_dynamic_cache(
     assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True))
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt-oss", "llama"])
+@pytest.mark.parametrize("name", ["tiny-gpt-oss", "llama", "tiny-deepseek-v3", *RECURRENT])
 def test_forward_token_by_token_equals_dynamic_cache(model_of: ModelOf, name: str) -> None:
     model = model_of(name)
     engine, manager = helpers.bound_engine(model)
@@ -86,7 +91,7 @@ def test_forward_with_other_block_sizes_equals_dynamic_cache(model_of: ModelOf, 
     assert torch.equal(found[-1], helpers.reference_logits(model, prompt, 90, 0)[-1])
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt-oss", "tiny-gemma3"])
+@pytest.mark.parametrize("name", ["tiny-gpt-oss", "tiny-gemma3", "tiny-deepseek-v3", "tiny-falcon-h1"])
 def test_head_major_layout_gives_the_logits_of_layer_major(model_of: ModelOf, name: str) -> None:
     model, prompt = model_of(name), helpers.random_prompt(600)
     results = []
@@ -97,8 +102,9 @@ def test_head_major_layout_gives_the_logits_of_layer_major(model_of: ModelOf, na
     assert torch.equal(*results)
 
 
-def test_interleaved_sequences_do_not_touch_each_other(model_of: ModelOf) -> None:
-    model = model_of("tiny-gpt-oss")
+@pytest.mark.parametrize("name", ["tiny-gpt-oss", *RECURRENT])
+def test_interleaved_sequences_do_not_touch_each_other(model_of: ModelOf, name: str) -> None:
+    model = model_of(name)
     engine, manager = helpers.bound_engine(model)
     prompts = [helpers.random_prompt(length, seed=length) for length in (200, 150, 331)]
     sequences = [helpers.open_sequence(manager, len(p), chunk_tokens=50, name=str(len(p))) for p in prompts]
@@ -106,7 +112,7 @@ def test_interleaved_sequences_do_not_touch_each_other(model_of: ModelOf) -> Non
     for start in range(0, 350, 50):
         for index, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
             if start < len(prompt):
-                last[index] = helpers.step(engine, sequence, prompt[start : start + 50])
+                last[index] = helpers.step(engine, sequence, prompt[: start + 50])
     wanted = [helpers.reference_logits(model, prompt, 50, 0)[-1] for prompt in prompts]
     assert all(torch.equal(last[index], logits) for index, logits in enumerate(wanted))
 
@@ -118,7 +124,7 @@ def test_mask_sizes_are_those_of_dynamic_cache(model_of: ModelOf, history: int, 
     sequence = helpers.open_sequence(manager, 500, chunk_tokens=500)
     sequence.resize(capacity=history)
     sequence.resize(history=history, capacity=history + num_new)
-    pooled = PooledCache(manager.layout, layer_buffers(manager), sequence, num_new)
+    pooled = PooledCache(CacheViews(manager), sequence, num_new)
     dynamic = DynamicCache(config=model.network.config)
     shape = (1, 2, history, 16)
     for layer in range(len(dynamic.layers)):
@@ -134,6 +140,39 @@ def test_mask_sizes_are_those_of_dynamic_cache(model_of: ModelOf, history: int, 
         assert pooled.get_seq_length(layer) == dynamic.get_seq_length(layer) == history + num_new
         assert pooled.get_mask_sizes(1, layer) == dynamic.get_mask_sizes(1, layer)
         assert pooled.get_max_length(layer) == dynamic.get_max_length(layer)
+
+
+@pytest.mark.parametrize("name", ["tiny-gemma3", "tiny-deepseek-v3", "tiny-nemotron-h", "tiny-falcon-h1"])
+def test_pools_of_the_v1_manager_give_the_same_logits(model_of: ModelOf, name: str) -> None:
+    model, prompt = model_of(name), helpers.random_prompt(600)
+    layout = build_static_layout(model.spec)
+    manager = StaticKVCacheManager(layout, [60] * len(layout.pool_groups))
+    engine, _ = helpers.bound_engine(model, manager)
+    found = helpers.prefill(engine, helpers.open_sequence(manager, 600, chunk_tokens=250), prompt, 250)
+    wanted = helpers.reference_logits(model, prompt, 250, 0)
+    assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True))
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt-oss", "tiny-gemma3"])
+def test_scratch_pages_give_the_same_logits(model_of: ModelOf, name: str) -> None:
+    """Blocks that leave the window within a chunk have no page of their own: layers take turns in them."""
+    model, prompt = model_of(name), helpers.random_prompt(1500)
+    layout = build_layout(model.spec)
+    manager = KVCacheManager(layout, [80] * len(layout.pool_groups), options=PoolOptions(window_scratch=True))
+    engine, _ = helpers.bound_engine(model, manager)
+    sequence = manager.create_sequence("r")
+    sequence.resume()
+    sequence.resize(capacity=1000)
+    windowed = next(group for group in layout.life_cycles if group.life_cycle.window is not None)
+    indices = [sequence.page_indices(windowed.id, layer) for layer in windowed.layer_ids]
+    own = sequence.slots(windowed.id) >= 0
+    assert all((index >= 0).all() for index in indices)
+    assert not own.all()
+    found = helpers.prefill(engine, sequence, prompt, 1000)
+    wanted = helpers.reference_logits(model, prompt, 1000, 0)
+    assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True))
+    manager.check_integrity()
 
 
 def test_model_of_another_shape_than_the_pools_raises_with_both_shapes(model_of: ModelOf) -> None:
@@ -199,6 +238,15 @@ def test_forward_beyond_the_longest_sequence_raises_with_the_numbers(model_of: M
     layout = build_layout(model.spec)
     engine, manager = helpers.bound_engine(model, KVCacheManager(layout, [200]))
     sequence = manager.create_sequence("long", (200,))
+    sequence.resume()
     sequence.resize(capacity=4097, history=4090)
     with pytest.raises(ConfigError, match=r"reaches 4097 tokens.*stops at 4096"):
-        engine.forward(sequence, helpers.random_prompt(7))
+        engine.forward(sequence, helpers.random_prompt(4097))
+
+
+def test_forward_without_a_new_token_raises(model_of: ModelOf) -> None:
+    engine, manager = helpers.bound_engine(model_of("llama"))
+    sequence = helpers.open_sequence(manager, 10)
+    helpers.prefill(engine, sequence, helpers.random_prompt(10), 10)
+    with pytest.raises(LocalProtocolError, match="with 10 tokens, 10 of them are history"):
+        engine.forward(sequence, helpers.random_prompt(10))

@@ -18,7 +18,9 @@ from tests.engines import helpers
 ModelOf = Callable[[str], LoadedModel]
 
 NEW_TOKENS = 32
-TINY = ["tiny-gpt-oss", "tiny-gemma3"]
+WINDOWED = ["tiny-gpt-oss", "tiny-gemma3"]
+RECURRENT = ["tiny-qwen3-next", "tiny-nemotron-h", "tiny-falcon-h1", "tiny-bamba"]
+TINY = [*WINDOWED, *RECURRENT, "tiny-deepseek-v3"]
 
 
 class Pair:
@@ -42,7 +44,7 @@ class Pair:
     def tokens_after(self, damage: Callable[[KVCacheManager, list[tuple[int, int, int]]], None]) -> list[int]:
         received, moved = self.receive()
         damage(self.target, moved)
-        tokens = helpers.decode_greedily(self.engine, received, self.first, NEW_TOKENS)
+        tokens = helpers.decode_greedily(self.engine, received, self.prompt, self.first, NEW_TOKENS)
         received.close()
         return tokens
 
@@ -51,8 +53,12 @@ def damage_nothing(manager: KVCacheManager, moved: list[tuple[int, int, int]]) -
     del manager, moved
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 127, 128, 129, 159, 160, 511, 512, 513, 543, 544, 545, 1500])
-@pytest.mark.parametrize("name", TINY)
+AROUND_BLOCKS = [1, 31, 32, 33, 160, 1500]
+AROUND_WINDOWS = [*AROUND_BLOCKS, 127, 128, 129, 159, 511, 512, 513, 543, 544, 545]
+LENGTHS = [(name, length) for name in TINY for length in (AROUND_WINDOWS if name in WINDOWED else AROUND_BLOCKS)]
+
+
+@pytest.mark.parametrize("name, length", LENGTHS)
 def test_decode_from_copied_pages_gives_the_tokens_of_one_process(model_of: ModelOf, name: str, length: int) -> None:
     pair = Pair(model_of(name), length)
     assert pair.tokens_after(damage_nothing) == pair.oracle
@@ -77,18 +83,18 @@ def test_zeroing_any_one_page_changes_the_tokens(model_of: ModelOf, name: str) -
 def test_zeroing_any_one_page_changes_the_next_logits(model_of: ModelOf, name: str) -> None:
     """Including the page that is about to leave its window, which is the first of the list."""
     pair = Pair(model_of(name), 1500)
-    token = np.array([pair.first])
+    tokens = np.append(pair.prompt, pair.first)
     received, moved = pair.receive()
-    intact = helpers.step(pair.engine, received, token)
+    intact = helpers.step(pair.engine, received, tokens)
     received.close()
     for index in range(0, len(moved), 2):
         received, _ = pair.receive()
         _zero(index)(pair.target, moved)
-        assert not torch.equal(helpers.step(pair.engine, received, token), intact), moved[index]
+        assert not torch.equal(helpers.step(pair.engine, received, tokens), intact), moved[index]
         received.close()
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", WINDOWED)
 def test_altering_one_token_inside_the_window_changes_the_tokens(model_of: ModelOf, name: str) -> None:
     pair = Pair(model_of(name), 1500)
     positions = [1499 - back for back in range(0, 64, 8)]
@@ -101,7 +107,7 @@ def test_decode_never_recomputes_the_prompt(model_of: ModelOf) -> None:
     pair = Pair(model_of("tiny-gpt-oss"), 256)
     received, moved = pair.receive()
     before = [helpers.slot_bytes(pair.target, 0)[slot].clone() for _, _, slot in moved]
-    helpers.step(pair.engine, received, np.array([pair.first]))
+    helpers.step(pair.engine, received, np.append(pair.prompt, pair.first))
     after = [helpers.slot_bytes(pair.target, 0)[slot] for _, _, slot in moved]
     assert all(torch.equal(*sides) for sides in zip(before, after, strict=True))
 
@@ -113,7 +119,7 @@ def test_seeded_sampling_from_copied_pages_gives_the_tokens_of_one_process(model
     received, _ = pair.receive()
     tokens, logprobs = list(wanted.token_ids[:1]), list(wanted.logprobs[:1])
     while len(tokens) < NEW_TOKENS:
-        logits = helpers.step(pair.engine, received, np.array(tokens[-1:]))
+        logits = helpers.step(pair.engine, received, np.append(pair.prompt, tokens))
         token, logprob = sample(logits, sampling, len(pair.prompt) + len(tokens))
         tokens.append(token)
         logprobs.append(logprob)

@@ -40,13 +40,16 @@ SEES_ALL_OF_CACHE = ("kvferry.transfer.engines", "kvferry.transfer.transceiver")
 
 # No I/O, threads, clock, tensors or transport: time is an argument, and a test needs nothing but values.
 PURE = (
+    "kvferry.cache.cursors",
     "kvferry.cache.errors",
     "kvferry.cache.ids",
     "kvferry.cache.layout",
     "kvferry.cache.lifecycle",
     "kvferry.cache.page_table",
+    "kvferry.cache.quota",
     "kvferry.cache.sizing",
     "kvferry.cache.spec",
+    "kvferry.cache.workload",
     "kvferry.transfer.compatibility",
     "kvferry.transfer.inference",
     "kvferry.transfer.notice",

@@ -4,10 +4,11 @@ from kvferry.cache.sequence import SequenceCache
 from kvferry.transfer.transport.base import Post, PostState
 from kvferry.transfer.transport.loopback import LoopbackTransport
 from kvferry.transfer.types import TransferKey, TransferResult
-from tests.transfer.pairs import PROMPT_TOKENS, WAIT_SECONDS, End, Pair
+from tests.transfer.pairs import PROMPT_TOKENS, WAIT_SECONDS, Bend, End, Pair
 
 
-def lose(kind: type) -> "object":
+def lose(kind: type) -> Bend:
+    """A control plane that loses every message of a kind."""
     return lambda message: None if isinstance(message, kind) else message
 
 

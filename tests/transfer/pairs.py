@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 
+from kvferry.cache.layout import build_layout, build_static_layout
 from kvferry.cache.manager import KVCacheManager
+from kvferry.cache.protocol import CacheManager
 from kvferry.cache.sequence import SequenceCache
+from kvferry.cache.spec import ModelSpec
+from kvferry.cache.static_manager import StaticKVCacheManager
 from kvferry.transfer.outcomes import TransferOutcome
 from kvferry.transfer.transceiver import Transceiver, TransceiverSettings
 from kvferry.transfer.transport.base import Transport
@@ -26,7 +30,7 @@ from kvferry.transfer.types import (
     WorkerId,
 )
 from tests.helpers import wait_until
-from tests.transfer.tables import manager
+from tests.transfer.tables import PLAIN
 
 Message = Grant | TransferResult | Cancel
 Bend = Callable[[Message], Message | None]
@@ -62,7 +66,7 @@ class End:
     """One worker of the pair."""
 
     worker: WorkerId
-    manager: KVCacheManager
+    manager: CacheManager
     outcomes: list[TransferOutcome] = field(default_factory=list)
     sent: list[Message] = field(default_factory=list)
     bend: Bend = lambda message: message
@@ -98,14 +102,21 @@ class End:
         return sequence
 
     def sequence(self) -> SequenceCache:
-        return self.manager.create_sequence("r", tuple(24 for _ in self.manager.layout.pool_groups))
+        sequence = self.manager.create_sequence("r", tuple(24 for _ in self.manager.layout.pool_groups))
+        sequence.resume()
+        return sequence
 
     def page_bytes(self, sequence: SequenceCache) -> list[bytes]:
-        """Content of every page, life cycle by life cycle, in block order."""
+        """Content of every page, life cycle by life cycle, in block order; of one page, pool by pool."""
         content = []
         for group in self.manager.layout.life_cycles:
-            pool = self.manager.storage.pools[group.pool_group].view(-1, group.slot_bytes)
-            content += [pool[slot].numpy().tobytes() for slot in sequence.slots(group.id).tolist() if slot >= 0]
+            indices = self.manager.storage.pool_indices(group.pool_group)
+            pools = [
+                self.manager.storage.pools[index].view(-1, size)
+                for index, size in zip(indices, group.pool_bytes, strict=True)
+            ]
+            slots = [slot for slot in sequence.slots(group.id).tolist() if slot >= 0]
+            content += [b"".join(pool[slot].numpy().tobytes() for pool in pools) for slot in slots]
         return content
 
 
@@ -126,14 +137,34 @@ class Pair:
         self.sender.transceiver.offer(key, sequence.pages(tokens), prompt_of(tokens), aux_of(tokens), timeout)
 
     def request(
-        self, key: TransferKey, sequence: SequenceCache, tokens: int = PROMPT_TOKENS, timeout: float = 60.0
+        self,
+        key: TransferKey,
+        sequence: SequenceCache,
+        tokens: int = PROMPT_TOKENS,
+        timeout: float = 60.0,
+        skip_blocks: int = 0,
     ) -> None:
-        pages = sequence.pages(tokens)
+        pages = sequence.pages(tokens, skip_blocks=skip_blocks)
         self.receiver.transceiver.request(key, self.sender.worker, pages, prompt_of(tokens), timeout)
 
     def wait_outcome(self, end: End, count: int = 1) -> TransferOutcome:
         wait_until(lambda: len(end.poll()) >= count, WAIT_SECONDS, f"{end.worker} hears {count} outcomes")
         return end.outcomes[count - 1]
+
+
+def v2_manager(model: ModelSpec, num_slots: int) -> KVCacheManager:
+    """Pools in this machine's memory, 4 tokens per block."""
+    layout = build_layout(model, tokens_per_block=4)
+    return KVCacheManager(layout, [num_slots] * len(layout.pool_groups))
+
+
+def v1_manager(model: ModelSpec, num_slots: int) -> KVCacheManager:
+    """As `v2_manager`, with static pools."""
+    layout = build_static_layout(model, tokens_per_block=4)
+    return StaticKVCacheManager(layout, [num_slots] * len(layout.pool_groups))
+
+
+MakeManager = Callable[[ModelSpec, int], CacheManager]
 
 
 def deliver(source: End, target: End, message: Message) -> bool:
@@ -153,11 +184,15 @@ def deliver(source: End, target: End, message: Message) -> bool:
 
 @contextlib.contextmanager
 def pair(
-    transports: Callable[[str], Transport] = LoopbackTransport, num_slots: int = 64, **settings: Any
+    transports: Callable[[str], Transport] = LoopbackTransport,
+    num_slots: int = 64,
+    model: ModelSpec = PLAIN,
+    managers: MakeManager = v2_manager,
+    **settings: Any,
 ) -> Iterator[Pair]:
     """Two paired transceivers over real transports; at the end both are closed and their books add up."""
     clock = FakeClock()
-    ends = [End(WorkerId(name, 100 + index), manager(num_slots)) for index, name in enumerate(("p", "d"))]
+    ends = [End(WorkerId(name, 100 + index), managers(model, num_slots)) for index, name in enumerate(("p", "d"))]
     for end, other, role in zip(ends, reversed(ends), (Role.PREFILL, Role.DECODE), strict=True):
         end.transceiver = Transceiver(
             end.worker,

@@ -165,7 +165,7 @@ def test_pages_are_free_by_the_time_the_outcome_is_heard() -> None:
     with pair() as running:
         start_transfer(running)
         running.wait_outcome(running.receiver)
-        assert [usage.held for usage in running.receiver.manager.usage()] == [0]
+        assert [usage.transferring for usage in running.receiver.manager.usage()] == [0]
 
 
 def test_future_that_nobody_waits_for_any_more_does_not_stop_the_reactor() -> None:

@@ -157,6 +157,29 @@ def test_write_that_cannot_be_taken_back_keeps_source_pages_until_it_is() -> Non
         wait_until(running.sender.is_empty, WAIT_SECONDS, "the transport let go, pages are back")
 
 
+def test_page_in_doubt_for_two_attempts_is_counted_once() -> None:
+    Stuck.gives_up = False
+    with pair(Stuck) as running:
+        source = running.sender.fill(PROMPT_TOKENS)
+        for _ in range(2):
+            key = running.key()
+            running.offer(key, source)
+            running.request(key, running.receiver.room(PROMPT_TOKENS))
+        running.wait_outcome(running.sender, 2)
+        pages = len(running.sender.page_bytes(source))
+
+        def in_doubt() -> int:
+            running.sender.poll()
+            return len(running.sender.transceiver._in_doubt)
+
+        wait_until(lambda: in_doubt() == 2, WAIT_SECONDS, "both attempts are in doubt")
+        assert sum(running.sender.transceiver.quarantined_slots()) == pages
+        Stuck.gives_up = True
+        running.clock.now += 1.0
+        source.close()
+        wait_until(running.sender.is_empty, WAIT_SECONDS, "the transport let go, pages are back")
+
+
 def test_source_let_go_without_done_frees_the_source_but_proves_nothing_to_the_receiver() -> None:
     LetsGo.failing = True
     with pair(LetsGo) as running:

@@ -17,7 +17,7 @@ from tests.transfer.bending import (
     start_transfer,
     sweep,
 )
-from tests.transfer.pairs import PROMPT_TOKENS, WAIT_SECONDS, Message, aux_of, pair, prompt_of
+from tests.transfer.pairs import PROMPT_TOKENS, WAIT_SECONDS, Message, aux_of, pair, prompt_of, v1_manager
 
 
 def test_grant_for_an_unknown_transfer_fails_and_frees_the_pages() -> None:
@@ -132,12 +132,20 @@ def test_foreign_and_late_notifications_change_nothing() -> None:
         assert len(running.receiver.outcomes) == 1
 
 
-def test_pairing_with_another_model_lists_the_difference() -> None:
+@pytest.mark.parametrize("field, value", [("model_digest", "other"), ("manager", "V1")])
+def test_pairing_with_another_model_or_manager_lists_the_difference(field: str, value: str) -> None:
     with pair() as running:
-        other = dataclasses.replace(running.receiver.transceiver.info, model_digest="other")
+        other = dataclasses.replace(running.receiver.transceiver.info, **{field: value})
         with pytest.raises(IncompatiblePeer) as caught:
             running.sender.transceiver.pair(other).result(WAIT_SECONDS)
-        assert [reason.field for reason in caught.value.reasons] == ["model_digest"]
+        assert [reason.field for reason in caught.value.reasons] == [field]
+
+
+def test_managers_of_different_versions_do_not_pair() -> None:
+    with pair(managers=v1_manager) as static, pair() as pooled:
+        with pytest.raises(IncompatiblePeer) as caught:
+            static.sender.transceiver.pair(pooled.receiver.transceiver.info).result(WAIT_SECONDS)
+        assert (caught.value.reasons[0].field, caught.value.reasons[0].local) == ("manager", "V1")
 
 
 def test_key_that_is_open_already_is_refused_and_the_first_attempt_goes_on() -> None:

@@ -7,12 +7,12 @@ import numpy.typing as npt
 import torch
 
 from kvferry.cache.errors import ConfigError, LocalProtocolError
-from kvferry.cache.manager import KVCacheManager
+from kvferry.cache.protocol import CacheManager
 from kvferry.cache.sequence import SequenceCache
 from kvferry.transfer.engines.base import Engine
-from kvferry.transfer.engines.hf_cache import LayerBuffers, PooledCache, layer_buffers
+from kvferry.transfer.engines.hf_cache import CacheViews, PooledCache
 from kvferry.transfer.engines.loaded_model import LoadedModel
-from kvferry.transfer.engines.paged import check_layout
+from kvferry.transfer.engines.paged import check_layout, new_tokens
 
 
 class HfEngine(Engine):
@@ -27,16 +27,15 @@ class HfEngine(Engine):
         self.vocab_size = model.vocab_size
         self.max_seq_len_tokens = model.max_seq_len_tokens
         self._model = model
-        self._manager: KVCacheManager | None = None
-        self._buffers: tuple[LayerBuffers, ...] = ()
+        self._views: CacheViews | None = None
 
-    def bind(self, manager: KVCacheManager) -> None:
+    def bind(self, manager: CacheManager) -> None:
         """See `Engine.bind`.
 
         Raises:
             ConfigError: the pools were laid out for another model, or lie on another device.
         """
-        if self._manager is not None:
+        if self._views is not None:
             raise LocalProtocolError("the engine is already bound to a manager")
         check_layout(self.spec, manager.layout)
         if manager.storage.device != self._model.network.device:
@@ -44,25 +43,26 @@ class HfEngine(Engine):
                 f"the pools are on {manager.storage.device}, the model on {self._model.network.device}: "
                 "use one device for both"
             )
-        self._manager, self._buffers = manager, layer_buffers(manager)
+        self._views = CacheViews(manager)
 
     def forward(self, sequence: SequenceCache, token_ids: npt.NDArray[np.int64]) -> torch.Tensor:
         """See `Engine.forward`.
 
         Raises:
-            ConfigError: a token id the model does not have, a position beyond its longest sequence, or keys and values
-                of another shape than the pools hold.
-            InvariantError: a token that the pass reads or writes has no page.
+            ConfigError: a token id the model does not have, a position beyond its longest sequence, or keys, values or
+                states of another shape than the pools hold.
+            InvariantError: a token that the pass reads or writes has no page, or a recurrent layer has no state.
         """
-        if self._manager is None:
+        if self._views is None:
             raise LocalProtocolError("forward before bind")
-        self._check_tokens(sequence, token_ids)
-        cache = PooledCache(self._manager.layout, self._buffers, sequence, len(token_ids))
-        return self._model.next_logits(torch.tensor(token_ids, dtype=torch.int64), cache)
+        new = new_tokens(sequence, token_ids)
+        self._check_tokens(sequence, new)
+        cache = PooledCache(self._views, sequence, len(new))
+        logits = self._model.next_logits(torch.tensor(new, dtype=torch.int64), cache)
+        cache.store_states()
+        return logits
 
     def _check_tokens(self, sequence: SequenceCache, token_ids: npt.NDArray[np.int64]) -> None:
-        if len(token_ids) == 0:
-            raise LocalProtocolError(f"forward of request {sequence.request_id} without tokens")
         end = sequence.history + len(token_ids)
         if end > self.max_seq_len_tokens:
             raise ConfigError(

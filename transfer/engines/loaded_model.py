@@ -55,13 +55,22 @@ class LoadedModel:
         """
         with torch.inference_mode():
             ids = token_ids.to(self.network.device)[None]
-            output = self.network(input_ids=ids, use_cache=True, **{self._cache_argument: cache}, **self._last_only)
+            placed = self._positions(cache.get_seq_length(), ids)
+            output = self.network(
+                input_ids=ids, use_cache=True, **{self._cache_argument: cache}, **placed, **self._last_only
+            )
             logits: torch.Tensor = output.logits[0, -1]
             return logits.to(torch.float32)
 
     @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.network.forward).parameters
+
+    def _positions(self, start: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Given, since some models else count from zero in every pass (Bamba in transformers 5.24)."""
+        if "position_ids" not in self._parameters:
+            return {}
+        return {"position_ids": start + torch.arange(ids.shape[1], device=ids.device)[None]}
 
     @property
     def _cache_argument(self) -> str:

@@ -34,7 +34,7 @@ def load_model(
     """Load a model in float32, from local files only.
 
     Args:
-        name_or_path: smollm2, tiny-gpt-oss, tiny-gemma3, a folder in transformers' format, or a .gguf file.
+        name_or_path: smollm2, one of TINY_MODELS, a folder in transformers' format, or a .gguf file.
         cache_dir: where a converted GGUF file is kept; `model_cache_dir` of the environment when None.
         report: told, in one line each, about steps that take long.
 

@@ -134,7 +134,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt; zero is refused where a prompt exists."""
     cached_tokens: _builtins.int
-    """Tokens of it that were found in a cache; zero: none."""
+    """Tokens of it that prefill found in its pools and did not compute; zero: none."""
     def __init__(
         self,
         *,

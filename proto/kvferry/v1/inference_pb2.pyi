@@ -89,6 +89,7 @@ class GenerateCall(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per request; empty: the frontend makes one."""
     text: _builtins.str
@@ -97,6 +98,8 @@ class GenerateCall(_message.Message):
     """Wrap the text as one user turn where the model has a chat template."""
     timeout_seconds: _builtins.float
     """Seconds from now within which the whole request must end; zero is refused."""
+    cache_salt: _builtins.str
+    """At most 256 characters: prompts with different salts never share cached pages; empty is a salt like any other."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Tokens as they are."""
@@ -114,10 +117,11 @@ class GenerateCall(_message.Message):
         chat: _builtins.bool = ...,
         sampling: Global___SamplingParams | None = ...,
         timeout_seconds: _builtins.float = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -178,10 +182,13 @@ class PrefillResponse(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     queue_seconds: _builtins.float
     """Seconds from arrival to the first chunk; zero: no wait."""
     prefill_seconds: _builtins.float
     """Seconds from the first chunk to the first token sampled."""
+    cached_tokens: _builtins.int
+    """Tokens of the prompt that were found in the worker's pools; zero: all of it was computed."""
     @_builtins.property
     def key(self) -> _common_pb2.TransferKey:
         """The attempt under which the pages wait; absence is refused."""
@@ -202,10 +209,11 @@ class PrefillResponse(_message.Message):
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         queue_seconds: _builtins.float = ...,
         prefill_seconds: _builtins.float = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "prefill_seconds", b"prefill_seconds", "prompt_token_ids", b"prompt_token_ids", "queue_seconds", b"queue_seconds", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "key", b"key", "prefill_seconds", b"prefill_seconds", "prompt_token_ids", b"prompt_token_ids", "queue_seconds", b"queue_seconds", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -221,10 +229,13 @@ class DecodeRequest(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per request; may be empty."""
     timeout_seconds: _builtins.float
     """Seconds from now within which the whole request must end; zero is refused."""
+    cache_salt: _builtins.str
+    """The salt of the call that the prompt comes from; at most 256 characters."""
     @_builtins.property
     def key(self) -> _common_pb2.TransferKey:
         """The attempt under which the pages wait; absence is refused."""
@@ -250,10 +261,11 @@ class DecodeRequest(_message.Message):
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___SamplingParams | None = ...,
         timeout_seconds: _builtins.float = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sampling", b"sampling", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "sender", b"sender", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "key", b"key", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "sender", b"sender", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -383,15 +395,18 @@ class GenerateSummary(_message.Message):
     SENDER_FIELD_NUMBER: _builtins.int
     RECEIVER_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     """"length" or "eos"; empty is refused."""
     new_tokens: _builtins.int
     """Tokens generated altogether."""
     num_blocks: _builtins.int
     """Blocks of the prompt."""
+    decode_cached_tokens: _builtins.int
+    """Tokens of the prompt that the decode worker had already and did not receive; zero: all of it was moved."""
     @_builtins.property
     def usage(self) -> _common_pb2.Usage:
-        """Token accounting of the prompt; absence is refused."""
+        """Token accounting of the prompt, as the prefill worker saw it; absence is refused."""
 
     @_builtins.property
     def timings(self) -> Global___Timings:
@@ -425,10 +440,11 @@ class GenerateSummary(_message.Message):
         sender: _common_pb2.WorkerId | None = ...,
         receiver: _common_pb2.WorkerId | None = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        decode_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receiver", b"receiver", "sender", b"sender", "timings", b"timings", "usage", b"usage", "wire", b"wire"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "new_tokens", b"new_tokens", "num_blocks", b"num_blocks", "prompt_token_ids", b"prompt_token_ids", "receiver", b"receiver", "sender", b"sender", "timings", b"timings", "usage", b"usage", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_cached_tokens", b"decode_cached_tokens", "finish_reason", b"finish_reason", "new_tokens", b"new_tokens", "num_blocks", b"num_blocks", "prompt_token_ids", b"prompt_token_ids", "receiver", b"receiver", "sender", b"sender", "timings", b"timings", "usage", b"usage", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

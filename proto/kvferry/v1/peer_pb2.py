@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvferry/v1/peer.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"V\n\x04Pool\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x06\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x19\n\x11slot_stride_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_slots\x18\x04 \x01(\x04\"\x9a\x01\n\x06\x42uffer\x12\x10\n\x08layer_id\x18\x01 \x01(\r\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x19\n\x11head_stride_bytes\x18\x06 \x01(\x04\x12\x1a\n\x12token_stride_bytes\x18\x07 \x01(\x04\"k\n\nLayerGroup\x12\x15\n\rwindow_tokens\x18\x01 \x01(\r\x12\x13\n\x0bsink_blocks\x18\x02 \x01(\r\x12\x0c\n\x04pool\x18\x03 \x01(\r\x12#\n\x07\x62uffers\x18\x04 \x03(\x0b\x32\x12.kvferry.v1.Buffer\"\xaa\x01\n\tPageTable\x12\x15\n\rlayout_digest\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x18\n\x10tokens_per_block\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x1f\n\x05pools\x18\x05 \x03(\x0b\x32\x10.kvferry.v1.Pool\x12,\n\x0clayer_groups\x18\x06 \x03(\x0b\x32\x16.kvferry.v1.LayerGroup\"\x8b\x02\n\x08RankInfo\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvferry.v1.Role\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\tnum_ranks\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x12\n\nagent_name\x18\x06 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x07 \x01(\x0c\x12\x14\n\x0cmodel_digest\x18\x08 \x01(\t\x12)\n\npage_table\x18\t \x01(\x0b\x32\x15.kvferry.v1.PageTable\x12\x18\n\x10protocol_version\x18\n \x01(\r\"5\n\x0fRegisterRequest\x12\"\n\x04rank\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.RankInfo\"9\n\tRejection\x12,\n\x07reasons\x18\x01 \x03(\x0b\x32\x1b.kvferry.v1.Incompatibility\"r\n\x10RegisterResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.RankInfoH\x00\x12)\n\x08rejected\x18\x02 \x01(\x0b\x32\x15.kvferry.v1.RejectionH\x00\x42\t\n\x07outcome\"\x12\n\x10GetStatusRequest\"\x8c\x01\n\tPoolGroup\x12\x13\n\x0blife_cycles\x18\x01 \x03(\t\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_slots\x18\x03 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x04 \x01(\x04\x12\x0e\n\x06in_use\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x04\x12\x10\n\x08reserved\x18\x07 \x01(\x04\"b\n\x0cPairedWorker\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvferry.v1.Role\x12\x0c\n\x04lane\x18\x03 \x01(\t\"\xda\x02\n\x0cWorkerStatus\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvferry.v1.Role\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07manager\x18\x04 \x01(\t\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0f\n\x07runtime\x18\x06 \x01(\t\x12*\n\x0bpool_groups\x18\x07 \x03(\x0b\x32\x15.kvferry.v1.PoolGroup\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x0f\n\x07running\x18\t \x01(\r\x12\x0f\n\x07holding\x18\n \x01(\r\x12\x11\n\treceiving\x18\x0b \x01(\r\x12\'\n\x05peers\x18\x0c \x03(\x0b\x32\x18.kvferry.v1.PairedWorker\x12\x11\n\tintegrity\x18\r \x01(\t\x12\x12\n\nprocess_id\x18\x0e \x01(\r\"=\n\x11GetStatusResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.WorkerStatus2\x97\x01\n\x04Peer\x12\x45\n\x08Register\x12\x1b.kvferry.v1.RegisterRequest\x1a\x1c.kvferry.v1.RegisterResponse\x12H\n\tGetStatus\x12\x1c.kvferry.v1.GetStatusRequest\x1a\x1d.kvferry.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvferry/v1/peer.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"V\n\x04Pool\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x06\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x19\n\x11slot_stride_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_slots\x18\x04 \x01(\x04\"\xb7\x01\n\x06\x42uffer\x12\x10\n\x08layer_id\x18\x01 \x01(\r\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x19\n\x11head_stride_bytes\x18\x06 \x01(\x04\x12\x1a\n\x12token_stride_bytes\x18\x07 \x01(\x04\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x0c\n\x04pool\x18\t \x01(\r\"[\n\x05State\x12\x10\n\x08layer_id\x18\x01 \x01(\r\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\r\n\x05shape\x18\x04 \x03(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\xae\x01\n\nLayerGroup\x12\x15\n\rwindow_tokens\x18\x01 \x01(\r\x12\x13\n\x0bsink_blocks\x18\x02 \x01(\r\x12#\n\x07\x62uffers\x18\x04 \x03(\x0b\x32\x12.kvferry.v1.Buffer\x12\r\n\x05pools\x18\x05 \x03(\r\x12\x11\n\trecurrent\x18\x06 \x01(\x08\x12!\n\x06states\x18\x07 \x03(\x0b\x32\x11.kvferry.v1.StateJ\x04\x08\x03\x10\x04R\x04pool\"\xaa\x01\n\tPageTable\x12\x15\n\rlayout_digest\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x18\n\x10tokens_per_block\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x1f\n\x05pools\x18\x05 \x03(\x0b\x32\x10.kvferry.v1.Pool\x12,\n\x0clayer_groups\x18\x06 \x03(\x0b\x32\x16.kvferry.v1.LayerGroup\"\x9c\x02\n\x08RankInfo\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvferry.v1.Role\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\tnum_ranks\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x12\n\nagent_name\x18\x06 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x07 \x01(\x0c\x12\x14\n\x0cmodel_digest\x18\x08 \x01(\t\x12)\n\npage_table\x18\t \x01(\x0b\x32\x15.kvferry.v1.PageTable\x12\x18\n\x10protocol_version\x18\n \x01(\r\x12\x0f\n\x07manager\x18\x0b \x01(\t\"5\n\x0fRegisterRequest\x12\"\n\x04rank\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.RankInfo\"9\n\tRejection\x12,\n\x07reasons\x18\x01 \x03(\x0b\x32\x1b.kvferry.v1.Incompatibility\"r\n\x10RegisterResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.RankInfoH\x00\x12)\n\x08rejected\x18\x02 \x01(\x0b\x32\x15.kvferry.v1.RejectionH\x00\x42\t\n\x07outcome\"\x12\n\x10GetStatusRequest\"\x9c\x01\n\tPoolGroup\x12\x13\n\x0blife_cycles\x18\x01 \x03(\t\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_slots\x18\x03 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x04 \x01(\x04\x12\x0e\n\x06in_use\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x04\x12\x10\n\x08reserved\x18\x07 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x08 \x01(\x04\"b\n\x0cPairedWorker\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvferry.v1.Role\x12\x0c\n\x04lane\x18\x03 \x01(\t\"\xda\x02\n\x0cWorkerStatus\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvferry.v1.Role\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07manager\x18\x04 \x01(\t\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0f\n\x07runtime\x18\x06 \x01(\t\x12*\n\x0bpool_groups\x18\x07 \x03(\x0b\x32\x15.kvferry.v1.PoolGroup\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x0f\n\x07running\x18\t \x01(\r\x12\x0f\n\x07holding\x18\n \x01(\r\x12\x11\n\treceiving\x18\x0b \x01(\r\x12\'\n\x05peers\x18\x0c \x03(\x0b\x32\x18.kvferry.v1.PairedWorker\x12\x11\n\tintegrity\x18\r \x01(\t\x12\x12\n\nprocess_id\x18\x0e \x01(\r\"=\n\x11GetStatusResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.WorkerStatus2\x97\x01\n\x04Peer\x12\x45\n\x08Register\x12\x1b.kvferry.v1.RegisterRequest\x1a\x1c.kvferry.v1.RegisterResponse\x12H\n\tGetStatus\x12\x1c.kvferry.v1.GetStatusRequest\x1a\x1d.kvferry.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,29 +35,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POOL']._serialized_start=62
   _globals['_POOL']._serialized_end=148
   _globals['_BUFFER']._serialized_start=151
-  _globals['_BUFFER']._serialized_end=305
-  _globals['_LAYERGROUP']._serialized_start=307
-  _globals['_LAYERGROUP']._serialized_end=414
-  _globals['_PAGETABLE']._serialized_start=417
-  _globals['_PAGETABLE']._serialized_end=587
-  _globals['_RANKINFO']._serialized_start=590
-  _globals['_RANKINFO']._serialized_end=857
-  _globals['_REGISTERREQUEST']._serialized_start=859
-  _globals['_REGISTERREQUEST']._serialized_end=912
-  _globals['_REJECTION']._serialized_start=914
-  _globals['_REJECTION']._serialized_end=971
-  _globals['_REGISTERRESPONSE']._serialized_start=973
-  _globals['_REGISTERRESPONSE']._serialized_end=1087
-  _globals['_GETSTATUSREQUEST']._serialized_start=1089
-  _globals['_GETSTATUSREQUEST']._serialized_end=1107
-  _globals['_POOLGROUP']._serialized_start=1110
-  _globals['_POOLGROUP']._serialized_end=1250
-  _globals['_PAIREDWORKER']._serialized_start=1252
-  _globals['_PAIREDWORKER']._serialized_end=1350
-  _globals['_WORKERSTATUS']._serialized_start=1353
-  _globals['_WORKERSTATUS']._serialized_end=1699
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1701
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1762
-  _globals['_PEER']._serialized_start=1765
-  _globals['_PEER']._serialized_end=1916
+  _globals['_BUFFER']._serialized_end=334
+  _globals['_STATE']._serialized_start=336
+  _globals['_STATE']._serialized_end=427
+  _globals['_LAYERGROUP']._serialized_start=430
+  _globals['_LAYERGROUP']._serialized_end=604
+  _globals['_PAGETABLE']._serialized_start=607
+  _globals['_PAGETABLE']._serialized_end=777
+  _globals['_RANKINFO']._serialized_start=780
+  _globals['_RANKINFO']._serialized_end=1064
+  _globals['_REGISTERREQUEST']._serialized_start=1066
+  _globals['_REGISTERREQUEST']._serialized_end=1119
+  _globals['_REJECTION']._serialized_start=1121
+  _globals['_REJECTION']._serialized_end=1178
+  _globals['_REGISTERRESPONSE']._serialized_start=1180
+  _globals['_REGISTERRESPONSE']._serialized_end=1294
+  _globals['_GETSTATUSREQUEST']._serialized_start=1296
+  _globals['_GETSTATUSREQUEST']._serialized_end=1314
+  _globals['_POOLGROUP']._serialized_start=1317
+  _globals['_POOLGROUP']._serialized_end=1473
+  _globals['_PAIREDWORKER']._serialized_start=1475
+  _globals['_PAIREDWORKER']._serialized_end=1573
+  _globals['_WORKERSTATUS']._serialized_start=1576
+  _globals['_WORKERSTATUS']._serialized_end=1922
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1924
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1985
+  _globals['_PEER']._serialized_start=1988
+  _globals['_PEER']._serialized_end=2139
 # @@protoc_insertion_point(module_scope)

@@ -66,6 +66,8 @@ class Buffer(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     HEAD_STRIDE_BYTES_FIELD_NUMBER: _builtins.int
     TOKEN_STRIDE_BYTES_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
     layer_id: _builtins.int
     """Global index of the layer; zero is the first."""
     role: _builtins.str
@@ -80,6 +82,10 @@ class Buffer(_message.Message):
     """Bytes from one head to the next; zero is refused."""
     token_stride_bytes: _builtins.int
     """Bytes from one token to the next; zero is refused."""
+    dtype: _builtins.str
+    """Type of the values, e.g. "float32"; unknown names are refused."""
+    pool: _builtins.int
+    """Index into LayerGroup.pools; zero is the first."""
     def __init__(
         self,
         *,
@@ -90,14 +96,56 @@ class Buffer(_message.Message):
         head_dim: _builtins.int = ...,
         head_stride_bytes: _builtins.int = ...,
         token_stride_bytes: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        pool: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_dim", b"head_dim", "head_stride_bytes", b"head_stride_bytes", "layer_id", b"layer_id", "num_heads", b"num_heads", "offset_bytes", b"offset_bytes", "role", b"role", "token_stride_bytes", b"token_stride_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "head_stride_bytes", b"head_stride_bytes", "layer_id", b"layer_id", "num_heads", b"num_heads", "offset_bytes", b"offset_bytes", "pool", b"pool", "role", b"role", "token_stride_bytes", b"token_stride_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Buffer: _TypeAlias = Buffer  # noqa: Y015
+
+@_typing.final
+class State(_message.Message):
+    """One recurrent layer's state inside a slot, contiguous."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    layer_id: _builtins.int
+    """Global index of the layer; zero is the first."""
+    role: _builtins.str
+    """What is kept, e.g. "conv_state"; empty is refused."""
+    offset_bytes: _builtins.int
+    """Bytes from the start of the slot; zero: the state comes first."""
+    dtype: _builtins.str
+    """Type of the values, e.g. "float32"; unknown names are refused."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Size of each dimension, 1 to 8 of them; an empty list and a size of zero are refused."""
+
+    def __init__(
+        self,
+        *,
+        layer_id: _builtins.int = ...,
+        role: _builtins.str = ...,
+        offset_bytes: _builtins.int = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "layer_id", b"layer_id", "offset_bytes", b"offset_bytes", "role", b"role", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___State: _TypeAlias = State  # noqa: Y015
 
 @_typing.final
 class LayerGroup(_message.Message):
@@ -107,29 +155,43 @@ class LayerGroup(_message.Message):
 
     WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
     SINK_BLOCKS_FIELD_NUMBER: _builtins.int
-    POOL_FIELD_NUMBER: _builtins.int
     BUFFERS_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    RECURRENT_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     window_tokens: _builtins.int
     """Tokens a query looks back on, itself included; zero: full attention."""
     sink_blocks: _builtins.int
     """Leading blocks that never go stale; zero: none. Only with a window."""
-    pool: _builtins.int
-    """Index into PageTable.pools; zero is the first."""
+    recurrent: _builtins.bool
+    """The layers keep one state for a whole sequence, and its page is that state; excludes a window, sinks and buffers."""
     @_builtins.property
     def buffers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Buffer]:
-        """What lies where inside a slot; empty is refused."""
+        """What lies where inside a slot; empty is refused, but for a recurrent group, which has none."""
+
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices into PageTable.pools, all different, of pools with the same number of slots; empty is refused. A page has a
+        slot of the same number in each of them.
+        """
+
+    @_builtins.property
+    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___State]:
+        """What lies where inside a recurrent group's slot; empty for all other groups, and refused when empty for that."""
 
     def __init__(
         self,
         *,
         window_tokens: _builtins.int = ...,
         sink_blocks: _builtins.int = ...,
-        pool: _builtins.int = ...,
         buffers: _abc.Iterable[Global___Buffer] | None = ...,
+        pools: _abc.Iterable[_builtins.int] | None = ...,
+        recurrent: _builtins.bool = ...,
+        states: _abc.Iterable[Global___State] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "pool", b"pool", "sink_blocks", b"sink_blocks", "window_tokens", b"window_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "pools", b"pools", "recurrent", b"recurrent", "sink_blocks", b"sink_blocks", "states", b"states", "window_tokens", b"window_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -150,7 +212,7 @@ class PageTable(_message.Message):
     layout_digest: _builtins.str
     """Digest of everything that must agree when slots are copied whole; empty is refused."""
     dtype: _builtins.str
-    """Type of the cached values, e.g. "float32"; unknown names are refused."""
+    """Type of the cached values where nothing else is said, e.g. "float32"; unknown names are refused."""
     tokens_per_block: _builtins.int
     """Tokens of one block; zero is refused."""
     device: _builtins.str
@@ -197,6 +259,7 @@ class RankInfo(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     PAGE_TABLE_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    MANAGER_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """What the worker does; unspecified is refused."""
     rank: _builtins.int
@@ -213,6 +276,8 @@ class RankInfo(_message.Message):
     """Digest over what the model computes; empty is refused."""
     protocol_version: _builtins.int
     """Version of the transfer protocol; zero is refused."""
+    manager: _builtins.str
+    """Version of the cache manager, e.g. "V2"; empty is refused."""
     @_builtins.property
     def worker(self) -> _common_pb2.WorkerId:
         """Identity; absence is refused."""
@@ -234,10 +299,11 @@ class RankInfo(_message.Message):
         model_digest: _builtins.str = ...,
         page_table: Global___PageTable | None = ...,
         protocol_version: _builtins.int = ...,
+        manager: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["page_table", b"page_table", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "model_digest", b"model_digest", "num_ranks", b"num_ranks", "page_table", b"page_table", "protocol_version", b"protocol_version", "rank", b"rank", "role", b"role", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "manager", b"manager", "model_digest", b"model_digest", "num_ranks", b"num_ranks", "page_table", b"page_table", "protocol_version", b"protocol_version", "rank", b"rank", "role", b"role", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -336,7 +402,7 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
 class PoolGroup(_message.Message):
-    """Slots of one pool group now."""
+    """Slots of one pool group now; free, cached, in_use and quarantined make num_slots."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -347,18 +413,21 @@ class PoolGroup(_message.Message):
     IN_USE_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
     slot_bytes: _builtins.int
-    """Bytes of one slot."""
+    """Bytes of one slot, all pools of the group together."""
     num_slots: _builtins.int
     """Slots altogether."""
     free: _builtins.int
-    """Slots nobody uses."""
+    """Slots without a page."""
     in_use: _builtins.int
-    """Slots that hold pages."""
+    """Slots whose pages requests or transfers use."""
     quarantined: _builtins.int
     """Slots that may still be written by a peer and are given to nobody."""
     reserved: _builtins.int
     """Slots promised to admitted requests, taken yet or not."""
+    cached: _builtins.int
+    """Slots whose pages nobody uses, kept for reuse and given up when room is needed; zero: none."""
     @_builtins.property
     def life_cycles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the life cycles that share it."""
@@ -373,10 +442,11 @@ class PoolGroup(_message.Message):
         in_use: _builtins.int = ...,
         quarantined: _builtins.int = ...,
         reserved: _builtins.int = ...,
+        cached: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free", b"free", "in_use", b"in_use", "life_cycles", b"life_cycles", "num_slots", b"num_slots", "quarantined", b"quarantined", "reserved", b"reserved", "slot_bytes", b"slot_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "in_use", b"in_use", "life_cycles", b"life_cycles", "num_slots", b"num_slots", "quarantined", b"quarantined", "reserved", b"reserved", "slot_bytes", b"slot_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,9 +77,9 @@ class LayerGroupBlocks(_message.Message):
     SLOT_IDS_FIELD_NUMBER: _builtins.int
     SLOT_EPOCHS_FIELD_NUMBER: _builtins.int
     slot_ids: _builtins.bytes
-    """Little-endian int32 per block: slot id, or -1 where no page exists; empty: no blocks."""
+    """Little-endian int32 per block: slot id, or -1 where no page is wanted; empty: no blocks."""
     slot_epochs: _builtins.bytes
-    """Little-endian uint32 per block: epoch of that slot, 0 where no page exists; as long as slot_ids."""
+    """Little-endian uint32 per block: epoch of that slot, 0 where no page is wanted; as long as slot_ids."""
     def __init__(
         self,
         *,

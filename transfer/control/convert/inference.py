@@ -17,6 +17,7 @@ from kvferry.v1 import inference_pb2 as pb
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_PROMPT_CHARS = 8 << 20
+MAX_SALT_CHARS = 256
 MAX_TEMPERATURE = 1000.0
 
 
@@ -51,6 +52,7 @@ def call_to_wire(call: GenerateCall) -> pb.GenerateCall:
         chat=call.chat,
         sampling=_sampling_to_wire(call.sampling),
         timeout_seconds=call.timeout_seconds,
+        cache_salt=call.cache_salt,
     )
     if call.prompt is not None:
         message.text = call.prompt
@@ -69,6 +71,7 @@ def call_from_wire(message: pb.GenerateCall) -> GenerateCall:
         chat=message.chat,
         sampling=_sampling_from_wire(message.sampling),
         timeout_seconds=checks.seconds("GenerateCall.timeout_seconds", message.timeout_seconds),
+        cache_salt=checks.text("GenerateCall.cache_salt", message.cache_salt, max_chars=MAX_SALT_CHARS),
     )
 
 
@@ -87,18 +90,21 @@ def prefill_reply_to_wire(reply: PrefillReply) -> pb.PrefillResponse:
         prompt_token_ids=reply.prompt_token_ids,
         queue_seconds=reply.queue_seconds,
         prefill_seconds=reply.prefill_seconds,
+        cached_tokens=reply.cached_tokens,
     )
 
 
 def prefill_reply_from_wire(message: pb.PrefillResponse) -> PrefillReply:
     checks.present(message, "key")
     checks.present(message, "sender")
+    prompt = common.tokens_from_wire("PrefillResponse.prompt_token_ids", message.prompt_token_ids, low=1)
     return PrefillReply(
         key=common.key_from_wire(message.key),
         sender=common.worker_from_wire(message.sender),
-        prompt_token_ids=common.tokens_from_wire("PrefillResponse.prompt_token_ids", message.prompt_token_ids, low=1),
+        prompt_token_ids=prompt,
         queue_seconds=checks.seconds("PrefillResponse.queue_seconds", message.queue_seconds, zero=True),
         prefill_seconds=checks.seconds("PrefillResponse.prefill_seconds", message.prefill_seconds, zero=True),
+        cached_tokens=checks.count("PrefillResponse.cached_tokens", message.cached_tokens, high=len(prompt)),
     )
 
 
@@ -111,6 +117,7 @@ def decode_call_to_wire(call: DecodeCall) -> pb.DecodeRequest:
         prompt_token_ids=call.prompt_token_ids,
         sampling=_sampling_to_wire(call.sampling),
         timeout_seconds=call.timeout_seconds,
+        cache_salt=call.cache_salt,
     )
 
 
@@ -124,6 +131,7 @@ def decode_call_from_wire(message: pb.DecodeRequest) -> DecodeCall:
         prompt_token_ids=common.tokens_from_wire("DecodeRequest.prompt_token_ids", message.prompt_token_ids, low=1),
         sampling=_sampling_from_wire(message.sampling),
         timeout_seconds=checks.seconds("DecodeRequest.timeout_seconds", message.timeout_seconds),
+        cache_salt=checks.text("DecodeRequest.cache_salt", message.cache_salt, max_chars=MAX_SALT_CHARS),
     )
 
 
@@ -170,15 +178,17 @@ def _summary_to_wire(summary: GenerateSummary) -> pb.GenerateSummary:
         sender=common.worker_to_wire(summary.sender),
         receiver=common.worker_to_wire(summary.receiver),
         prompt_token_ids=summary.prompt_token_ids,
+        decode_cached_tokens=summary.decode_cached_tokens,
     )
 
 
 def _summary_from_wire(message: pb.GenerateSummary) -> GenerateSummary:
     for field in ("usage", "timings", "wire", "sender", "receiver"):
         checks.present(message, field)
+    usage, cached = common.usage_from_wire(message.usage), message.decode_cached_tokens
     return GenerateSummary(
         finish_reason=checks.name("GenerateSummary.finish_reason", message.finish_reason),
-        usage=common.usage_from_wire(message.usage),
+        usage=usage,
         new_tokens=checks.count("GenerateSummary.new_tokens", message.new_tokens, high=common.MAX_TOKENS),
         num_blocks=checks.count("GenerateSummary.num_blocks", message.num_blocks, high=common.MAX_TOKENS),
         timings=_timings_from_wire(message.timings),
@@ -186,6 +196,7 @@ def _summary_from_wire(message: pb.GenerateSummary) -> GenerateSummary:
         sender=common.worker_from_wire(message.sender),
         receiver=common.worker_from_wire(message.receiver),
         prompt_token_ids=common.tokens_from_wire("GenerateSummary.prompt_token_ids", message.prompt_token_ids),
+        decode_cached_tokens=checks.count("GenerateSummary.decode_cached_tokens", cached, high=usage.prompt_tokens),
     )
 
 

@@ -58,6 +58,7 @@ def _pool_group_to_wire(group: PoolGroupStatus) -> pb.PoolGroup:
         slot_bytes=group.slot_bytes,
         num_slots=group.num_slots,
         free=group.free,
+        cached=group.cached,
         in_use=group.in_use,
         quarantined=group.quarantined,
         reserved=group.reserved,
@@ -65,13 +66,14 @@ def _pool_group_to_wire(group: PoolGroupStatus) -> pb.PoolGroup:
 
 
 def _pool_group_from_wire(message: pb.PoolGroup) -> PoolGroupStatus:
-    """The sum of free, in_use and quarantined is not checked: a status must be able to show books that disagree."""
+    """Whether the counts add up to num_slots is not checked: a status must be able to show books that disagree."""
     checks.sized("PoolGroup.life_cycles", message.life_cycles, high=MAX_LIFE_CYCLES)
     return PoolGroupStatus(
         life_cycles=tuple(checks.name("PoolGroup.life_cycles", name) for name in message.life_cycles),
         slot_bytes=checks.count("PoolGroup.slot_bytes", message.slot_bytes),
         num_slots=checks.count("PoolGroup.num_slots", message.num_slots),
         free=checks.count("PoolGroup.free", message.free),
+        cached=checks.count("PoolGroup.cached", message.cached),
         in_use=checks.count("PoolGroup.in_use", message.in_use),
         quarantined=checks.count("PoolGroup.quarantined", message.quarantined),
         reserved=checks.count("PoolGroup.reserved", message.reserved),
