@@ -46,6 +46,14 @@ def context_capacity(capacity: int, position: int, chunk: int, *, extra: int = 0
     return max(capacity, position + chunk + extra)
 
 
+def lookup_tokens(prompt: int, limit: int | None = None, *, match_backoff: int = 0) -> int:
+    """Leading tokens of a prompt to look up when at most `limit` may be reused: a match falls short by the backoff.
+
+    Source: pools specification 3.11 and 5.3.
+    """
+    return prompt if limit is None else min(prompt, limit + match_backoff)
+
+
 def decode_start(capacity: int, prompt: int, *, drafts: int = 0, extra: int = 0) -> Resize:
     """Take up a received prompt: all of it is history, so that pages out of their window are never allocated.
 

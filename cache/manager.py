@@ -269,14 +269,18 @@ class KVCacheManager:
         copies, kept = self._copies(sequence)
         fresh = self._fresh_state(sequence)
         need = np.zeros(len(self.allocators), np.int64)
-        for life_cycle in [entry.life_cycle for entry in copies] + fresh:
+        for entry in copies:
+            need[self._group(entry.life_cycle)] += 1
+        lent = need.copy()
+        for life_cycle in fresh:
             need[self._group(life_cycle)] += 1
         scratch = self.scratch.needed(parked)
         for life_cycle, count in scratch.items():
             need[self._group(life_cycle)] += count
         self._require_slots(f"sequence {sequence.request_id}", need, np.zeros_like(need))
         if sequence.reserved is None:
-            self.promises.require(f"sequence {sequence.request_id}", need.tolist())
+            # The pages that copies are made of count as taken, and are given back.
+            self.promises.require(f"sequence {sequence.request_id}", (need - lent).tolist())
         # Nothing below fails.
         for entry in kept:
             self.published.withdraw(entry.life_cycle, entry.slot)
@@ -514,7 +518,8 @@ class KVCacheManager:
         given_back = by_pool_group(self.layout, dropped, [(lc, less) for (_, lc), (less, _) in scratch.items()])
         self._require_slots(change.rows, need, self._idle_after(given_back, need))
         if not self.tables.promised[change.rows].all():
-            self.promises.require(self._names(change.rows), self.promises.need_of(change, self.tables.promised))
+            unpromised = self.promises.need_of(change, scratch, self.tables.promised)
+            self.promises.require(self._names(change.rows), unpromised)
         # Nothing below fails.
         for allocator, ids in zip(self.allocators, given_back, strict=True):
             if len(ids):

@@ -12,6 +12,7 @@ from kvferry.cache.errors import CapacityError
 from kvferry.cache.layout import CacheLayout
 from kvferry.cache.lifecycle import Counts
 from kvferry.cache.page_table import SlotList
+from kvferry.cache.scratch import ScratchChanges
 from kvferry.cache.slots import SlotAllocator
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ class Promises:
                 available=left,
             )
 
-    def need_of(self, change: TableChange, promised: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[int]:
+    def need_of(
+        self, change: TableChange, scratch: ScratchChanges, promised: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    ) -> list[int]:
         """Slots per pool group that rows without a promise gain by a change, less those they give up.
 
         Args:
@@ -88,6 +91,9 @@ class Promises:
         for group, part in zip(self._layout.life_cycles, change.life_cycles, strict=True):
             taken, dropped = _unpromised(part.taken.rows, promised), _unpromised(part.dropped.rows, promised)
             need[group.pool_group] += taken - dropped
+        for (row, life_cycle), (less, more) in scratch.items():
+            if not promised[row]:
+                need[self._layout.life_cycles[life_cycle].pool_group] += more - len(less)
         return [max(0, count) for count in need]
 
     def _taken(self, sequence: SequenceCache) -> Counts:

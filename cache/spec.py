@@ -1,7 +1,7 @@
 """What a model keeps in its KV cache: layers, windows, heads, bytes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -85,12 +85,32 @@ class ModelSpec:
             for dtype in (*(b.dtype for b in layer.buffers), *(s.dtype for s in layer.states)):
                 self.item_bytes_of(dtype)
 
+    def widened(self, match_backoff_tokens: int, max_seq_len_tokens: int) -> "ModelSpec":
+        """The model with longer windows: a match that falls short by the backoff still has the pages it needs.
+
+        A window that then holds the longest sequence is full attention. Pools of a manager with a match backoff are laid
+        out for the widened model.
+
+        Source: pools specification 1.2 and 5.3.
+        """
+        return replace(
+            self, layers=tuple(_widened(layer, match_backoff_tokens, max_seq_len_tokens) for layer in self.layers)
+        )
+
     def item_bytes_of(self, dtype: str | None) -> int:
         """Bytes of one value of a dtype, the model's own when None. Raises ConfigError for an unknown name."""
         name = self.dtype if dtype is None else dtype
         if name not in ITEM_BYTES:
             raise ConfigError(f"KV dtype {name!r} is not known: use one of {', '.join(ITEM_BYTES)}")
         return ITEM_BYTES[name]
+
+
+def _widened(layer: LayerSpec, by_tokens: int, max_seq_len_tokens: int) -> LayerSpec:
+    if layer.window is None:
+        return layer
+    window = layer.window + by_tokens
+    full = window >= max_seq_len_tokens
+    return replace(layer, window=None if full else window, sink_tokens=0 if full else layer.sink_tokens)
 
 
 def _check_layer(layer: LayerSpec) -> None:

@@ -18,6 +18,7 @@ from kvferry.cache.cursors import (
     generation_capacity,
     headroom,
     index_rows,
+    lookup_tokens,
     max_blocks_per_sequence,
     padded_capacity,
     undone_chunk,
@@ -202,3 +203,8 @@ def test_lead_reaches_the_headroom_and_never_exceeds_it(
             capacity, history = update.capacity, update.history
     assert max(leads) == headroom(extra, draft, steps_in_flight)
     assert capacity - history == extra + len(in_flight) * (1 + draft)
+
+
+@pytest.mark.parametrize("limit, looked_up", [(None, 65), (64, 65), (63, 64)])
+def test_row_5_3_evidence_for_a_prompt_of_65_tokens(limit: int | None, looked_up: int) -> None:
+    assert lookup_tokens(65, limit, match_backoff=1) == looked_up

@@ -8,6 +8,7 @@ import pytest
 from kvferry.cache.errors import ConfigError
 from kvferry.cache.layout import build_layout
 from kvferry.cache.spec import BufferSpec, StateSpec, from_transformers_config
+from tests.cache.specs import spec
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
 KEY_AND_VALUE = (BufferSpec("key", 2, 16), BufferSpec("value", 2, 16))
@@ -92,3 +93,15 @@ def test_layout_of_recurrent_states_keeps_float32_beside_the_models_dtype() -> N
 def test_spec_of_layers_that_pools_cannot_hold_is_refused_by_name(config: Mapping[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         from_transformers_config(config)
+
+
+def test_row_5_3_windows_are_widened_by_the_backoff() -> None:
+    windows: list[int | None] = [None, 5, 15]
+    widened = spec(windows).widened(1, 16)
+    assert [layer.window for layer in widened.layers] == [None, 6, None]
+    pattern = spec([5, 16, 15]).widened(1, 16)
+    assert [layer.window for layer in pattern.layers] == [6, None, None]
+
+
+def test_widening_by_nothing_only_turns_windows_of_the_longest_sequence_into_full_attention() -> None:
+    assert [layer.window for layer in spec([5, 16, None]).widened(0, 16).layers] == [5, None, None]
