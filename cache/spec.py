@@ -88,8 +88,8 @@ class ModelSpec:
     def widened(self, match_backoff_tokens: int, max_seq_len_tokens: int) -> "ModelSpec":
         """The model with longer windows: a match that falls short by the backoff still has the pages it needs.
 
-        A window that then holds the longest sequence is full attention. Pools of a manager with a match backoff are laid
-        out for the widened model.
+        A window that then holds the longest sequence is full attention. Pools of a manager with a match backoff are
+        laid out for the widened model.
 
         Source: pools specification 1.2 and 5.3.
         """
