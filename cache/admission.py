@@ -51,6 +51,9 @@ class PoolOptions:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it cannot be negative")
 
 
+DEFAULT_OPTIONS = PoolOptions()
+
+
 class Verdict(NamedTuple):
     """Whether slots can be given, per pool group, and if not, why.
 

@@ -51,7 +51,7 @@ class ReuseScope:
 
 
 def as_token_ids(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
-    """Token ids as the array that keys are made of.
+    """Token ids as the array that keys are made of; a copy, since keys are made of it later, too.
 
     Raises ConfigError unless they are one row of integers from 0 to 2^31 - 1.
     """
@@ -60,7 +60,7 @@ def as_token_ids(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds
         raise ConfigError(f"token ids are {ids.dtype} of shape {list(ids.shape)}: they must be one row of integers")
     if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) <= MAX_TOKEN_ID):
         raise ConfigError(f"token ids {ids.min()} to {ids.max()}: they must lie between 0 and {MAX_TOKEN_ID}")
-    return ids.astype("<u4", copy=False)
+    return ids.astype("<u4")
 
 
 def chain(parent: BlockKey, token_ids: TokenIds, tokens_per_block: int) -> list[BlockKey]:

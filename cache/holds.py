@@ -14,7 +14,8 @@ from kvferry.cache.slots import NO_NODE, SlotAllocator
 class Access(Enum):
     """What a transfer does with the pages it holds.
 
-    READ: the bytes leave; the pages may be published and matched meanwhile, not overwritten or handed out.
+    READ: the bytes leave; the pages may be published and matched meanwhile, and are not handed out. Their sequence
+        must not go on if it has a recurrent state, which every step overwrites: close it.
     WRITE: bytes arrive; the pages may be neither published nor matched before the hold is released.
     """
 
@@ -81,6 +82,8 @@ def _problem(allocator: SlotAllocator, ids: SlotList, epochs: EpochList, access:
         return "was handed out again, or is not of these pools"
     if not allocator.in_use(ids).all():
         return "is used by no sequence: hold it before closing"
+    if len(allocator.written(ids)):
+        return "is being written by a transfer: hold it when that is over"
     if access is Access.WRITE and (allocator.publication(ids).nodes != NO_NODE).any():
         return "is published: nothing may be written into it"
     if access is Access.WRITE and allocator.shared(ids).any():

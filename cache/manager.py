@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.cache.admission import PoolOptions, Verdict, judge_count, judge_ever, judge_now
+from kvferry.cache.admission import DEFAULT_OPTIONS, PoolOptions, Verdict, judge_count, judge_ever, judge_now
 from kvferry.cache.block_keys import BlockKey, KeyChain, ReuseScope, as_token_ids, chain
 from kvferry.cache.block_tables import BlockTables, Parked, Rows, TableChange, by_pool_group
 from kvferry.cache.errors import CapacityError, ConfigError, LocalProtocolError
@@ -70,7 +70,7 @@ class KVCacheManager:
         num_slots: Sequence[int],
         device: str = "cpu",
         *,
-        options: PoolOptions = PoolOptions(),  # noqa: B008 - immutable
+        options: PoolOptions = DEFAULT_OPTIONS,
     ) -> None:
         if len(num_slots) != len(layout.pool_groups) or any(count < 1 for count in num_slots):
             raise ConfigError(f"slots {list(num_slots)}: need {len(layout.pool_groups)} positive counts, one per group")
@@ -349,6 +349,7 @@ class KVCacheManager:
         recurrent = self.layout.recurrent
         if recurrent is None or not self.rules.snapshots or self.published.has_snapshot(node, position_in_block):
             return
+        priorities = priority_of(self.published.tree.ordinals[[node]], recurrent.id)
         allocator, state = self._allocator(recurrent.id), np.array([sequence.state_slot], np.int32)
         if allocator.num_available and not len(allocator.written(state)):
             # What is evicted for it could be the node's own branch.
@@ -357,7 +358,7 @@ class KVCacheManager:
             if self.published.tree.alive(node):
                 copy = allocator.acquire(1)
                 self.storage.copy_slots(recurrent.pool_group, state, copy)
-                self.published.publish_snapshot(node, int(copy[0]), position_in_block, priority_of)
+                self.published.publish_snapshot(node, int(copy[0]), position_in_block, priorities)
                 allocator.drop_user(copy)
             self.published.tree.unrefer(node)
 
@@ -450,6 +451,8 @@ class KVCacheManager:
                 table[:] = NO_SLOT
             else:
                 stale = group.life_cycle.stale_range(tokens, p)
+                if not self.rules.window_aware:
+                    self.published.touch(group.id, table[stale.start : stale.end])
                 table[stale.start : stale.end] = NO_SLOT
                 if tokens % p:
                     borrowed.append(Borrowed(group.id, last, int(table[last])))

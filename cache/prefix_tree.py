@@ -31,6 +31,13 @@ class Sibling(NamedTuple):
     common_tokens: int
 
 
+class Relatives(NamedTuple):
+    """Children of a node: those that begin with some tokens, and partial ones that the tokens begin with."""
+
+    longer: list[int]
+    shorter: list[int]
+
+
 class PrefixTree:
     """Nodes as arrays, found by key.
 
@@ -40,7 +47,7 @@ class PrefixTree:
 
     def __init__(self, tokens_per_block: int, num_life_cycles: int, max_nodes: int) -> None:
         self._tokens_per_block = tokens_per_block
-        self._max_nodes = max_nodes
+        self.max_nodes = max_nodes
         self._by_key: dict[BlockKey, int] = {}
         self._keys: list[BlockKey | None] = []
         self._first_tokens: dict[int, dict[int, dict[int, None]]] = {}
@@ -92,30 +99,20 @@ class PrefixTree:
 
     def best_sibling(self, parent: int, token_ids: TokenIds) -> Sibling | None:
         """The child of `parent` that shares most leading tokens, of several the one with most pages; None: no child."""
-        candidates = self._beginning_with(parent, int(token_ids[0])) if len(token_ids) else []
-        if not candidates:
+        siblings, common = self._siblings(parent, token_ids[: self._tokens_per_block])
+        if not len(siblings):
             return None
-        length = min(len(token_ids), self._tokens_per_block)
-        same = self._tokens[candidates, :length] == token_ids[:length]
-        common = np.minimum(np.where(same.all(axis=1), length, same.argmin(axis=1)), self.lengths[candidates])
-        pages = (self.pages[candidates] >= 0).sum(axis=1)
+        pages = (self.pages[siblings] >= 0).sum(axis=1)
         best = int(np.lexsort((pages, common))[-1])
-        return Sibling(candidates[best], int(common[best])) if common[best] else None
+        return Sibling(int(siblings[best]), int(common[best]))
 
-    def extensions(self, parent: int, token_ids: TokenIds) -> list[int]:
-        """Children of `parent` that begin with all of `token_ids`."""
-        siblings = self._beginning_with(parent, int(token_ids[0]))
-        n = len(token_ids)
-        return [s for s in siblings if self.lengths[s] >= n and (self._tokens[s, :n] == token_ids).all()]
-
-    def prefixes(self, parent: int, token_ids: TokenIds) -> list[int]:
-        """Partial children of `parent` of whose tokens `token_ids` is a longer continuation."""
-        siblings = self._beginning_with(parent, int(token_ids[0]))
-        return [
-            s
-            for s in siblings
-            if (n := int(self.lengths[s])) < len(token_ids) and (self._tokens[s, :n] == token_ids[:n]).all()
-        ]
+    def relatives(self, parent: int, token_ids: TokenIds) -> "Relatives":
+        """Children of `parent` that begin with all of `token_ids`, and those that these tokens begin with."""
+        siblings, common = self._siblings(parent, token_ids)
+        lengths = self.lengths[siblings]
+        longer = (common == len(token_ids)) & (lengths >= len(token_ids))
+        shorter = (common == lengths) & (lengths < len(token_ids))
+        return Relatives(siblings[longer].tolist(), siblings[shorter].tolist())
 
     def parents_of(self, nodes: NodeIds) -> NodeIds:
         """Parent of each node. Shapes: [n] -> [n]."""
@@ -132,7 +129,7 @@ class PrefixTree:
 
     def room_for(self, num_nodes: int) -> bool:
         """Whether the bound on nodes allows so many more."""
-        return len(self._by_key) + num_nodes <= self._max_nodes
+        return len(self._by_key) + num_nodes <= self.max_nodes
 
     def open_root(self, scope: ReuseScope) -> int:
         """Node of a scope, made if need be."""
@@ -227,6 +224,13 @@ class PrefixTree:
                 raise InvariantError(f"node {node} of {self.lengths[node]} tokens is partial and has children")
 
     # ---- private
+
+    def _siblings(self, parent: int, token_ids: TokenIds) -> tuple[NodeIds, npt.NDArray[np.int32]]:
+        """Children of `parent` with the same first token, and how many leading tokens agree. Shapes: [n] both."""
+        found = np.array(self._beginning_with(parent, int(token_ids[0])) if len(token_ids) else [], np.int32)
+        same = self._tokens[found, : len(token_ids)] == token_ids
+        common = np.where(same.all(axis=1), len(token_ids), same.argmin(axis=1)) if len(found) else found
+        return found, np.minimum(common, self.lengths[found]).astype(np.int32)
 
     def _beginning_with(self, parent: int, first_token: int) -> list[int]:
         index = self._first_tokens.get(parent)

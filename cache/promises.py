@@ -54,7 +54,7 @@ class Promises:
             (self._taken(sequence) for sequence in self._unpromised), np.zeros_like(self.total)
         )
         return tuple(
-            allocator.num_slots - int(count) - allocator.num_orphaned
+            allocator.num_slots - int(count) - allocator.num_kept
             for allocator, count in zip(self._allocators, spoken_for, strict=True)
         )
 
@@ -63,8 +63,7 @@ class Promises:
         if not self.total.any():
             return True
         groups = by_pool_group(self._layout, slots)
-        cached = [int(a.is_cached(ids).sum()) for a, ids in zip(self._allocators, groups, strict=True)]
-        return all(count <= left for count, left in zip(cached, self.left(), strict=True))
+        return all(len(ids) <= left for ids, left in zip(groups, self.left(), strict=True))
 
     def require(self, who: str, need: Sequence[int]) -> None:
         """Raise CapacityError when a sequence without a promise needs slots that are promised to others."""

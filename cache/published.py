@@ -1,6 +1,5 @@
 """Pages kept for reuse: publishing, matching and evicting them, over the prefix tree and the allocators."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,11 +9,12 @@ import numpy.typing as npt
 
 from kvferry.cache.block_keys import BlockKey, KeyChain, ReuseScope, TokenIds, partial_key
 from kvferry.cache.broken_windows import WindowRuns
-from kvferry.cache.errors import InvariantError, LocalProtocolError
+from kvferry.cache.errors import InvariantError
 from kvferry.cache.ids import NO_SLOT, LifeCycleId
 from kvferry.cache.layout import CacheLayout, LifeCycleLayout
 from kvferry.cache.lifecycle import ceil_div
 from kvferry.cache.page_table import SlotList
+from kvferry.cache.planned_drops import PlannedDrops
 from kvferry.cache.prefix_tree import NodeIds, PrefixTree
 from kvferry.cache.slots import NO_NODE, SlotAllocator
 
@@ -23,9 +23,11 @@ PriorityOf = Callable[[npt.NDArray[np.int32], LifeCycleId], Priorities]
 """Eviction priority of the pages of some block ordinals of a life cycle; lower goes first."""
 
 _LOOK_AHEAD_BLOCKS = 64
+_NODE_VICTIMS = 16
 
 NODES_PER_SLOT = 4
-"""Bound on nodes of the tree: blocks without a page, between pages of a window, are worth only so much memory."""
+SPARE_NODES = 1 << 16
+"""Bound on nodes of the tree: blocks without a page, before the pages of a window, are worth only so much memory."""
 
 
 @dataclass(frozen=True)
@@ -56,24 +58,6 @@ class Match(NamedTuple):
     tip: int
 
 
-class DropPlan:
-    """The pages by which one state of a conversation can be taken up again; once it has moved on they can go."""
-
-    def __init__(self, published: "PublishedPages", pages: tuple[tuple[LifeCycleId, int, int], ...]) -> None:
-        self._published = published
-        self._pages: tuple[tuple[LifeCycleId, int, int], ...] | None = pages
-
-    def drop(self) -> None:
-        """Give the pages up, once. Those in use, or noted by another plan, stay.
-
-        Raises: LocalProtocolError when called twice.
-        """
-        if self._pages is None:
-            raise LocalProtocolError("a planned drop is done once: it was dropped before")
-        self._published.drop_planned(self._pages)
-        self._pages = None
-
-
 NO_MATCH = Match(0, np.empty(0, np.int32), NO_NODE)
 
 
@@ -92,10 +76,8 @@ class PublishedPages:
         self._backoff = match_backoff_tokens
         self._p = layout.tokens_per_block
         slots = sum(allocator.num_slots for allocator in allocators)
-        self.tree = PrefixTree(self._p, len(layout.life_cycles), max_nodes=NODES_PER_SLOT * slots + 64)
-        self._claims: dict[tuple[LifeCycleId, int, int], int] = {}
-        self._turns: OrderedDict[BlockKey, DropPlan] = OrderedDict()
-        self._max_turns = slots
+        self.tree = PrefixTree(self._p, len(layout.life_cycles), max_nodes=NODES_PER_SLOT * slots + SPARE_NODES)
+        self.drops = PlannedDrops(layout, self.tree, self._allocator, self.drop, slots)
         self.num_evicted = 0
 
     # ---- matching
@@ -186,15 +168,15 @@ class PublishedPages:
         """
         ordinals = self.tree.ordinals[parent] + 1 + np.arange(len(keys), dtype=np.int32)
         priorities = [priority_of(ordinals, group.id) for group in self._layout.life_cycles]
-        nodes = self.tree.find(keys)
-        num_known = len(nodes)
-        if not self.tree.room_for(len(keys) - num_known):
+        if not self._room_for_nodes(parent, keys):
             return None
         # Nothing below fails.
+        nodes = self.tree.find(keys)
+        num_known = len(nodes)
         shorter: list[int] = []
         if num_known < len(keys):
             tip = int(nodes[-1]) if num_known else parent
-            shorter = self.tree.prefixes(tip, token_ids[num_known])
+            shorter = self.tree.relatives(tip, token_ids[num_known]).shorter
             nodes = np.concatenate([nodes, self.tree.extend(tip, keys[num_known:], token_ids[num_known:])])
         after = []
         for group, given, wanted in zip(self._layout.life_cycles, slots, priorities, strict=True):
@@ -202,6 +184,16 @@ class PublishedPages:
         for sibling in shorter:
             self._absorb(sibling, int(nodes[num_known]))
         return int(nodes[-1]), after
+
+    def _room_for_nodes(self, parent: int, keys: Sequence[BlockKey]) -> bool:
+        """Whether the tree may have nodes for all the keys; cached pages are evicted for that, oldest first."""
+        while not self.tree.room_for(len(keys) - len(self.tree.find(keys))):
+            groups = [index for index, allocator in enumerate(self._allocators) if allocator.num_cached]
+            if not groups:
+                return False
+            for index in groups:
+                self.evict(index, self._allocators[index].next_victims(_NODE_VICTIMS))
+        return self.tree.alive(parent)
 
     def _rebase(self, life_cycle: LifeCycleId, nodes: NodeIds, given: SlotList, priorities: Priorities) -> SlotList:
         """Give pages to the nodes that have none as good; elsewhere swap the given page for the node's."""
@@ -226,32 +218,26 @@ class PublishedPages:
         num_tokens = len(token_ids)
         ordinal = self.tree.ordinals[[parent]] + 1
         priorities = [priority_of(ordinal, group.id) for group in self._layout.life_cycles]
-        longer = self.tree.extensions(parent, token_ids)
-        shorter: list[int] = []
-        if longer:
-            node = longer[0]
-        elif not self.tree.room_for(1):
+        key = partial_key(self.tree.key(parent), token_ids)
+        if not self._room_for_nodes(parent, [key]):
             return NO_NODE
-        else:
-            shorter = self.tree.prefixes(parent, token_ids)
-            node = int(self.tree.extend(parent, [partial_key(self.tree.key(parent), token_ids)], token_ids[None])[0])
+        longer, shorter = self.tree.relatives(parent, token_ids)
+        node = longer[0] if longer else int(self.tree.extend(parent, [key], token_ids[None])[0])
         for group, slot, priority in zip(self._layout.life_cycles, slots, priorities, strict=True):
             if slot >= 0 and self._coverage_at(node, group.id) < num_tokens:
                 where, given = np.array([node], np.int32), np.array([slot], np.int32)
                 self._attach(group.id, where, given, num_tokens, priority)
-        for sibling in shorter:
+        for sibling in shorter if not longer else ():
             self._absorb(sibling, node)
         self.tree.prune(node)
         return node if self.tree.alive(node) else NO_NODE
 
-    def publish_snapshot(self, node: int, slot: int, position_in_block: int, priority_of: PriorityOf) -> None:
+    def publish_snapshot(self, node: int, slot: int, position_in_block: int, priorities: Priorities) -> None:
         """Publish a copy of the recurrent state that stands `position_in_block` tokens into the node's block."""
         recurrent = self._layout.recurrent
         assert recurrent is not None, "only layouts with a recurrent life cycle have snapshots"
         where, given = np.array([node], np.int32), np.array([slot], np.int32)
-        self._attach(
-            recurrent.id, where, given, position_in_block, priority_of(self.tree.ordinals[where], recurrent.id)
-        )
+        self._attach(recurrent.id, where, given, position_in_block, priorities)
 
     def has_snapshot(self, node: int, position_in_block: int) -> bool:
         """Whether a recurrent state at or after this position of the node's block is published."""
@@ -264,59 +250,11 @@ class PublishedPages:
         if node[0] != NO_NODE:
             self.drop(life_cycle, node.copy())
 
-    # ---- planned drops
-
-    def plan_drop(self, end: int, num_tokens: int) -> "DropPlan":
-        """Note the pages that only serve a match of exactly the first `num_tokens` tokens, which end in node `end`."""
-        pages = []
-        for group in self._layout.life_cycles if self.tree.alive(end) else ():
-            if not group.life_cycle.full:
-                first = group.life_cycle.stale_range(num_tokens, self._p).end
-                pages += [(group.id, slot) for slot in self._pages_back_to(first, end, group.id)]
-        noted = tuple((lc, slot, int(self._allocator(lc).epochs(np.array([slot]))[0])) for lc, slot in pages)
-        for page in noted:
-            self._claims[page] = self._claims.get(page, 0) + 1
-        return DropPlan(self, noted)
-
-    def turn_on(self, nodes: NodeIds) -> BlockKey | None:
-        """The last conversation turn that ends on a matched path, if any."""
-        if not self._turns:
-            return None
-        keys = (self.tree.key(node) for node in reversed(nodes.tolist()))
-        return next((key for key in keys if key in self._turns), None)
-
-    def take_turn(self, earlier: BlockKey | None, end: int, plan: DropPlan) -> None:
-        """A turn of a conversation has ended in node `end`: what was kept to go on from an earlier turn goes."""
-        key = self.tree.key(end)
-        again = self._turns.pop(key, None)
-        superseded = self._turns.pop(earlier, None) if earlier is not None else None
-        for old in (again, superseded):
-            if old is not None:
-                old.drop()
-        self._turns[key] = plan
-        if len(self._turns) > self._max_turns:
-            self._turns.popitem(last=False)[1].drop()
-
-    def drop_planned(self, pages: Sequence[tuple[LifeCycleId, int, int]]) -> None:
-        """Drop the pages of a plan that no other plan notes and nobody uses."""
-        for page in pages:
-            self._claims[page] -= 1
-            if not self._claims[page]:
-                del self._claims[page]
-                self._drop_if_cached(*page)
-
-    def _drop_if_cached(self, life_cycle: LifeCycleId, slot: int, epoch: int) -> None:
-        allocator, ids = self._allocator(life_cycle), np.array([slot], np.int32)
-        if allocator.epochs(ids)[0] == epoch and allocator.is_cached(ids)[0]:
-            self.drop(life_cycle, allocator.publication(ids).nodes.copy())
-
-    def _pages_back_to(self, first_ordinal: int, end: int, life_cycle: LifeCycleId) -> list[int]:
-        """Slots of a life cycle from block `first_ordinal` to the one of node `end`."""
-        slots, node = [], end
-        while node != NO_NODE and self.tree.ordinals[node] >= max(0, first_ordinal):
-            slots.append(int(self.tree.pages[node, life_cycle]))
-            node = self.tree.parent(node)
-        return [slot for slot in slots if slot >= 0]
+    def touch(self, life_cycle: LifeCycleId, slots: SlotList) -> None:
+        """Published pages were of use: they are evicted later. Shapes: [n], each once."""
+        allocator = self._allocator(life_cycle)
+        allocator.add_user(slots)
+        allocator.drop_user(slots)
 
     # ---- evicting
 
@@ -460,3 +398,4 @@ class PublishedPages:
             allocator = self._allocator(life_cycle)
             self.num_evicted += int(allocator.is_cached(slots).sum())
             allocator.unpublish(slots)
+            self.drops.forget(life_cycle, slots)

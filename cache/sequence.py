@@ -15,7 +15,8 @@ from kvferry.cache.errors import ConfigError, InvariantError, LocalProtocolError
 from kvferry.cache.ids import NO_SLOT, LayerId, LifeCycleId
 from kvferry.cache.lifecycle import ceil_div
 from kvferry.cache.page_table import BlockLists, SlotList
-from kvferry.cache.published import DropPlan, Match
+from kvferry.cache.planned_drops import DropPlan
+from kvferry.cache.published import Match
 from kvferry.cache.slots import NO_NODE
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class SequenceCache:
         self._pending = prompt.token_ids[full_tokens : match.num_tokens]
         self._prompt = prompt
         self._follows_prompt = True
-        self._earlier_turn = manager.published.turn_on(match.nodes)
+        self._earlier_turn = manager.published.drops.turn_on(match.nodes, match.num_tokens)
         if self._tip != NO_NODE:
             manager.published.tree.refer(self._tip)
 
@@ -211,11 +212,16 @@ class SequenceCache:
         """Stop committing and give all pages and the reservation back. Pages that a hold keeps go later. Idempotent."""
         if self.closed:
             return
-        self.stop_committing()
-        self._leave_end()
-        self._manager.forget(self)
-        self.state = SequenceState.CLOSED
-        self.parked = Parked(*self.parked[:3], tuple(np.empty(0, np.int32) for _ in self.parked.tables))
+        try:
+            self.stop_committing()
+        finally:
+            # Whatever a caller's priority function does, nothing is left behind.
+            self._publishing = Publishing.FINISHED
+            self._leave_tip()
+            self._leave_end()
+            self._manager.forget(self)
+            self.state = SequenceState.CLOSED
+            self.parked = Parked(*self.parked[:3], tuple(np.empty(0, np.int32) for _ in self.parked.tables))
 
     # ---- publishing
 
@@ -265,8 +271,9 @@ class SequenceCache:
         if self._publishing is Publishing.ALLOWED:
             self._publish_end()
         self._publishing = Publishing.FINISHED
-        if self._manager.options.commit_policy == "per_conversation" and self._end != NO_NODE:
-            self._manager.published.take_turn(self._earlier_turn, self._end, self.plan_drop())
+        went_on = self._end != NO_NODE and self.committed > self.reused_tokens
+        if went_on and self._manager.options.commit_policy == "per_conversation":
+            self._manager.published.drops.take_turn(self._earlier_turn, self._end, self.plan_drop())
         self._leave_tip()
 
     def plan_drop(self) -> DropPlan:
@@ -279,7 +286,7 @@ class SequenceCache:
             raise LocalProtocolError(
                 f"sequence {self.request_id} has published nothing, or is closed: plan before closing"
             )
-        return self._manager.published.plan_drop(end, self.committed)
+        return self._manager.published.drops.plan(end, self.committed)
 
     # ---- private
 
@@ -351,7 +358,10 @@ class SequenceCache:
             table[self.row, first : first + num_blocks][published] = after[published]
 
     def _publish_end(self) -> None:
-        """Publish the partial last block, if the manager reuses such, and the state at the end."""
+        """Publish the partial last block, if the manager reuses such, and the state at the end.
+
+        With room for tokens beyond the history a step may be under way that has moved the state on.
+        """
         ordinal = self.committed // self._manager.layout.tokens_per_block
         partial = len(self._pending) and self._manager.rules.partial_blocks
         if partial and not self._manager.written(self, ordinal, ordinal + 1) and self._has_parent():
@@ -365,7 +375,8 @@ class SequenceCache:
             position = self._manager.layout.tokens_per_block
         if self._end != NO_NODE:
             self._manager.published.tree.refer(self._end)
-            self._publish_snapshot(self._end, position)
+            if self.capacity == self.history:
+                self._publish_snapshot(self._end, position)
             if not self._manager.published.tree.alive(self._end):
                 self._leave_end()
 

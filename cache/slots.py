@@ -86,10 +86,14 @@ class SlotAllocator:
         return int(np.count_nonzero(self._readers + self._writers))
 
     @property
-    def num_orphaned(self) -> int:
-        """Slots that only transfers use."""
-        transfers = self._readers + self._writers
-        return int(np.count_nonzero((transfers > 0) & (self._users == transfers)))
+    def num_kept(self) -> int:
+        """Slots that transfers keep beside what sequences are promised.
+
+        A page that is read may be given up by every sequence and stay; one that is written is its sequence's own until
+        that closes.
+        """
+        kept = (self._readers > 0) | ((self._writers > 0) & (self._users == self._writers))
+        return int(np.count_nonzero(kept))
 
     # ---- use
 

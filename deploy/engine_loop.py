@@ -376,7 +376,17 @@ class EngineLoop:
         sequences = [request.sequence for request in self._running if request.sequence is not None]
         if sequences:
             capacity = [cursors.generation_capacity(sequence.history) for sequence in sequences]
-            self._manager.resize_many(sequences, capacity=np.array(capacity))
+            try:
+                self._manager.resize_many(sequences, capacity=np.array(capacity))
+            except CapacityError as error:
+                # What was promised does not hold: some can go on all the same.
+                log.error("not all running requests can grow: %s", error)
+                for request in tuple(self._running):
+                    self._guard(request, self._grow)
+
+    def _grow(self, request: Request) -> None:
+        assert request.sequence is not None
+        request.sequence.resize(capacity=cursors.generation_capacity(request.sequence.history))
 
     def _compute(self, request: Request, end: int) -> torch.Tensor:
         """Compute the tokens from the sequence's history up to `end`. Returns the logits after them."""
@@ -445,9 +455,11 @@ class EngineLoop:
         for line in (self._to_prefill, self._to_receive, self._running):
             if request in line:
                 line.remove(request)
-        if request.sequence is not None:
-            self._leave(request, request.sequence, complete=error is None)
-        request.sink.finish(error)
+        try:
+            if request.sequence is not None:
+                self._leave(request, request.sequence, complete=error is None)
+        finally:
+            request.sink.finish(error)
         if request.key is not None and self._receiving.get(request.key) is request:
             del self._receiving[request.key]
             self._cancel(request.key, str(error))

@@ -1,6 +1,7 @@
 """A machine that lives random lives of sequences, and after every step compares all tokens with a naive model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvferry.cache.errors import CapacityError, ConfigError, LocalProtocolError
 from kvferry.cache.holds import Access, Hold
 from kvferry.cache.layout import LifeCycleLayout, build_layout, build_static_layout
 from kvferry.cache.manager import KVCacheManager
-from kvferry.cache.published import DropPlan
+from kvferry.cache.planned_drops import DropPlan
 from kvferry.cache.sequence import SequenceCache, SequenceState
 from kvferry.cache.sizing import slot_floors
 from kvferry.cache.spec import ModelSpec
@@ -53,6 +54,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def start(
         self, spec: ModelSpec, tokens_per_block: int, options: PoolOptions, static: bool, more: list[int]
     ) -> None:
+        if static:
+            # With windows V1 refuses the policies that keep only what is inside them.
+            options = replace(options, commit_policy="off" if options.commit_policy == "off" else "all_reusable")
         layout = (build_static_layout if static else build_layout)(spec, tokens_per_block=tokens_per_block)
         slots = [floor + extra for floor, extra in zip(slot_floors(layout), more, strict=False)]
         self.manager = (StaticKVCacheManager if static else KVCacheManager)(layout, slots, options=options)

@@ -16,7 +16,7 @@ from kvferry.cache.reservation import reserved_slots
 from kvferry.cache.sequence import SequenceCache
 from kvferry.cache.spec import LayerSpec
 from kvferry.cache.static_manager import StaticKVCacheManager
-from tests.cache.specs import attention, model, recurrent
+from tests.cache.specs import attention, layout, model, recurrent
 
 CHUNK = 7
 LONGEST = 40
@@ -64,11 +64,11 @@ def test_promised_requests_never_fail_for_want_of_pages(
     shape: str, static: bool, seed: int, spare: int, policy: CommitPolicy, scratch: bool
 ) -> None:
     build: Callable[..., KVCacheManager] = StaticKVCacheManager if static else KVCacheManager
-    layout = (build_static_layout if static else build_layout)(model(*SHAPES[shape]), tokens_per_block=4)
+    shaped = (build_static_layout if static else build_layout)(model(*SHAPES[shape]), tokens_per_block=4)
     rewind = 0 if scratch else None
-    least = reserved_slots(layout, LONGEST, CHUNK, max_rewind_tokens=rewind)
-    options = PoolOptions(commit_policy=policy, window_scratch=scratch)
-    manager = build(layout, [slots + spare for slots in least], options=options)
+    least = reserved_slots(shaped, LONGEST, CHUNK, max_rewind_tokens=rewind)
+    options = PoolOptions(commit_policy="all_reusable" if static else policy, window_scratch=scratch)
+    manager = build(shaped, [slots + spare for slots in least], options=options)
     draw = random.Random(seed)
     running: list[Running] = []
     holds: list[Hold] = []
@@ -77,7 +77,7 @@ def test_promised_requests_never_fail_for_want_of_pages(
         if draw.random() < 0.4:
             tokens = [draw.randrange(2) for _ in range(draw.randrange(1, LONGEST + 1))]
             prompt = draw.randrange(1, len(tokens) + 1)
-            need = reserved_slots(layout, len(tokens), CHUNK, max_rewind_tokens=rewind)
+            need = reserved_slots(shaped, len(tokens), CHUNK, max_rewind_tokens=rewind)
             verdict = manager.can_admit(need)
             assert verdict.admitted or (not verdict.permanent and (running or holds)), "an idle pool admits what fits"
             if verdict.admitted:
@@ -96,3 +96,41 @@ def test_promised_requests_never_fail_for_want_of_pages(
             manager.release(holds.pop(draw.randrange(len(holds))))
         manager.check_integrity()
     assert admitted
+
+
+def test_pages_that_a_transfer_reads_are_not_counted_as_the_reader_of_the_prefix_alone() -> None:
+    """A request reuses pages that a transfer still reads, and lets them leave its window."""
+    manager = KVCacheManager(layout([8], tokens_per_block=4), [9])
+    prompt = list(range(1, 61))
+    first = manager.create_sequence("first", reserved_slots(manager.layout, 12, 4), token_ids=prompt[:11])
+    first.resume()
+    for end in (4, 8, 12):
+        first.resize(capacity=end)
+        first.commit(prompt[first.committed : end])
+    hold = manager.hold(first.pages(12), Access.READ)
+    first.close()
+    need = reserved_slots(manager.layout, 60, 4)
+    second = manager.create_sequence("second", need, token_ids=prompt[:10])
+    second.resume()
+    assert second.reused_tokens
+    assert not manager.can_admit(need).admitted
+    while second.capacity < 60:
+        second.resize(capacity=second.history + 4 - second.history % 4)
+        second.commit([7] * (second.capacity - second.committed))
+    manager.release(hold)
+    assert manager.can_admit(need).admitted
+
+
+def test_sequence_without_a_reservation_does_not_share_pages_of_one_that_will_need_others_for_them() -> None:
+    need = reserved_slots(layout([8], tokens_per_block=4), 60, 4)
+    manager = KVCacheManager(layout([8], tokens_per_block=4), need)
+    promised = manager.create_sequence("promised", need)
+    promised.resume()
+    promised.resize(capacity=10)
+    promised.commit(range(10))
+    other = manager.create_sequence("other", token_ids=range(8))
+    assert other.reused_tokens == 0
+    for end in range(12, 61, 4):
+        promised.resize(capacity=end)
+        promised.commit(range(promised.committed, end))
+    assert promised.committed == 60

@@ -108,7 +108,6 @@ def test_page_that_is_read_is_not_written_as_well() -> None:
         manager.hold(sequence.pages(8), Access.WRITE)
     manager.release(hold)
     manager.hold(sequence.pages(8), Access.WRITE)
-    manager.hold(sequence.pages(8), Access.WRITE)
     manager.check_integrity()
 
 
@@ -164,3 +163,16 @@ def test_hold_of_another_manager_is_not_released() -> None:
     with pytest.raises(LocalProtocolError, match="not made here"):
         manager.release(holds[0])
     manager.release(holds[1])
+
+
+@pytest.mark.parametrize("access", list(Access))
+def test_page_that_a_transfer_writes_is_given_to_no_other(access: Access) -> None:
+    manager = manager_of(attention())
+    sequence = started(manager)
+    sequence.resize(capacity=8)
+    hold = manager.hold(sequence.pages(8), Access.WRITE)
+    with pytest.raises(LocalProtocolError, match="is being written by a transfer"):
+        manager.hold(sequence.pages(8), access)
+    manager.release(hold)
+    manager.hold(sequence.pages(8), access)
+    manager.check_integrity()

@@ -1,5 +1,7 @@
 """Sequences and their manager by example: growth, windows, memory and reuse."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from kvferry.cache.manager import KVCacheManager
 from kvferry.cache.sequence import SequenceState
 from kvferry.cache.sizing import decode_steps, peak_slots
 from tests.cache.serving import books, free, manager_of, present, publish, published_pages, serve, started
-from tests.cache.specs import attention, layout, spec
+from tests.cache.specs import attention, layout, recurrent, spec
 
 FULL, WINDOWED = LifeCycleId(0), LifeCycleId(1)
 TOKENS = list(range(24))
@@ -290,6 +292,7 @@ def test_commit_without_publishing_pages_that_are_stale_keeps_them_until_history
 
 def test_tree_that_is_full_stops_publishing_and_commits_go_on() -> None:
     manager = manager_of(attention(1), slots=1, tokens_per_block=1)
+    manager.published.tree.max_nodes = 68
     sequence = started(manager)
     for token in range(200):
         sequence.resize(capacity=token + 1)
@@ -311,3 +314,52 @@ def test_plan_after_the_last_block_was_absorbed_by_a_longer_one_notes_nothing_of
     assert [manager.probe(tokens) for tokens in (other[:4], other, TOKENS[:8])] == [4, 8, 8]
     first.close()
     manager.check_integrity()
+
+
+def test_prompt_is_named_by_the_tokens_it_had_when_it_was_looked_up() -> None:
+    """A caller may use its token buffer for the next request."""
+    manager = manager_of(attention())
+    prompt = np.arange(1, 17, dtype=np.uint32)
+    publish(manager, prompt[:10].tolist())
+    buffer = prompt.copy()
+    sequence = started(manager, buffer[:-1])
+    buffer[:] = 777
+    sequence.resize(capacity=16)
+    sequence.commit(prompt[sequence.committed :])
+    sequence.close()
+    wrong = np.concatenate([prompt[:8], [777, 777], prompt[10:]])
+    assert (manager.probe(prompt), manager.probe(wrong)) == (16, 8)
+
+
+def test_old_pages_make_room_for_the_nodes_of_new_blocks() -> None:
+    manager = manager_of(attention(8), slots=64, policy="per_request")
+    manager.published.tree.max_nodes = 120
+    for index in range(6):
+        tokens = range(1000 * index, 1000 * index + 200)
+        sequence = started(manager)
+        for end in range(20, 201, 20):
+            sequence.resize(capacity=end)
+            sequence.resize(history=end)
+        sequence.commit(tokens)
+        sequence.close()
+        assert manager.probe([*tokens, 5]) == 200
+        assert len(manager.published.tree) <= 120
+    assert manager.probe(range(200)) == 0
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("broken", ["full", "recurrent"])
+def test_priority_function_that_fails_leaves_nothing_behind(broken: str) -> None:
+    manager = manager_of(attention(), recurrent(2, 3), slots=16)
+    failing = 0 if broken == "full" else 1
+    sequence = started(manager, priority=lambda ordinal, life_cycle: 101 if life_cycle == failing else 1)
+    sequence.resize(capacity=6)
+    with pytest.raises(ConfigError, match="priority is 101"):
+        sequence.commit(range(4), snapshot=True)
+    manager.check_integrity()
+    sequence.resize(history=6)
+    with contextlib.suppress(ConfigError):
+        sequence.close()
+    assert sequence.closed
+    manager.check_integrity()
+    assert [usage.held for usage in manager.usage()] == [0, 0]

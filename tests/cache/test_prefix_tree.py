@@ -82,10 +82,9 @@ def test_partial_block_is_a_prefix_of_longer_ones_and_these_are_its_extensions()
     root = grown.open_root(ReuseScope())
     short, long = grow(grown, root, 1, 2), grow(grown, root, 1, 2, 3, 4)
     grow(grown, root, 1, 9, 9, 9)
-    assert grown.prefixes(root, ids(1, 2, 3)) == [short]
-    assert grown.prefixes(root, ids(1, 2)) == []
-    assert grown.extensions(root, ids(1, 2, 3)) == [long]
-    assert sorted(grown.extensions(root, ids(1, 2))) == sorted([short, long])
+    assert grown.relatives(root, ids(1, 2, 3)) == ([long], [short])
+    longer, shorter = grown.relatives(root, ids(1, 2))
+    assert (sorted(longer), shorter) == (sorted([short, long]), [])
 
 
 def test_pruning_takes_empty_ancestors_along() -> None:

@@ -195,3 +195,14 @@ def test_hybrid_of_one_token_and_an_empty_request_take_2_states_and_2_blocks() -
     assert [usage.held for usage in manager.usage()] == [2, 1]
     second.resize(capacity=1)
     assert [usage.held for usage in manager.usage()] == [3, 2]
+
+
+def test_state_that_a_step_has_moved_on_is_not_published_at_the_end() -> None:
+    """The step ran, and its result was thrown away: the request was cancelled."""
+    manager = manager_of(attention(), recurrent(2, 3), slots=16)
+    sequence = started(manager)
+    sequence.resize(capacity=8)
+    sequence.commit(range(8))
+    sequence.resize(capacity=12)
+    sequence.close()
+    assert manager.probe(range(8)) == 0

@@ -110,9 +110,10 @@ def test_transfer_keeps_a_slot_and_is_counted() -> None:
     slots = allocator.acquire(2)
     allocator.begin_transfer(slots, writes=True)
     allocator.begin_transfer(ids(1), writes=False)
-    assert (allocator.num_transferring, allocator.num_orphaned, allocator.written(slots).tolist()) == (2, 0, [0, 1])
+    # What is read counts as kept also while a sequence has it: that may give it up.
+    assert (allocator.num_transferring, allocator.num_kept, allocator.written(slots).tolist()) == (2, 1, [0, 1])
     allocator.drop_user(slots)
-    assert (allocator.num_free, allocator.num_orphaned) == (1, 2)
+    assert (allocator.num_free, allocator.num_kept) == (1, 2)
     allocator.end_transfer(slots, writes=True)
     assert (allocator.num_free, allocator.num_transferring) == (2, 1)
     allocator.end_transfer(ids(1), writes=False)

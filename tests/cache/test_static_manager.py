@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvferry.cache.admission import PoolOptions
+from kvferry.cache.admission import CommitPolicy, PoolOptions
+from kvferry.cache.errors import ConfigError
 from kvferry.cache.ids import LifeCycleId
 from kvferry.cache.layout import build_static_layout
 from kvferry.cache.manager import KVCacheManager
@@ -11,7 +12,7 @@ from kvferry.cache.sizing import static_slots
 from kvferry.cache.spec import LayerSpec
 from kvferry.cache.static_manager import StaticKVCacheManager
 from tests.cache.serving import free, present, publish, published_pages, serve, started
-from tests.cache.specs import attention, model, recurrent
+from tests.cache.specs import attention, model, recurrent, spec
 
 TOKENS = list(range(24))
 
@@ -81,3 +82,26 @@ def test_recurrent_states_are_not_published() -> None:
     manager = static(attention(), recurrent(2, 3))
     publish(manager, TOKENS)
     assert manager.usage()[1].cached == 0
+
+
+@pytest.mark.parametrize("policy", ["per_request", "per_conversation"])
+def test_policies_that_keep_no_page_outside_the_window_are_refused(policy: CommitPolicy) -> None:
+    layout = build_static_layout(spec([8, None]), tokens_per_block=4)
+    with pytest.raises(ConfigError, match=rf"commit_policy {policy} .* \(window 8\): use all_reusable"):
+        StaticKVCacheManager(layout, [8, 8], options=PoolOptions(commit_policy=policy))
+    full = build_static_layout(spec([None]), tokens_per_block=4)
+    assert StaticKVCacheManager(full, [8], options=PoolOptions(commit_policy=policy)).version == "V1"
+
+
+def test_prefix_in_constant_use_keeps_all_its_window_pages() -> None:
+    layout = build_static_layout(spec([8, None]), tokens_per_block=4)
+    manager = StaticKVCacheManager(layout, [60, 60])
+    hot = list(range(1, 41))
+    found = []
+    for index in range(16):
+        tokens = [*hot, *[1000 + index] * 4]
+        sequence = serve(manager, tokens, chunk=8)
+        found.append(sequence.reused_tokens)
+        sequence.close()
+        publish(manager, range(5000 + 50 * index, 5020 + 50 * index), chunk=8)
+    assert found == [0] + [40] * 15

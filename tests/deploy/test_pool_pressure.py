@@ -271,8 +271,9 @@ def branching_prompts(number: int) -> list[tuple[int, ...]]:
     ]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("manager, num_slots", [("V2", 50), ("V1", 30)])
+@pytest.mark.parametrize(
+    "policy, manager, num_slots", [*((policy, "V2", 50) for policy in POLICIES), ("all_reusable", "V1", 30)]
+)
 def test_many_requests_over_tiny_pools_give_the_tokens_of_a_cold_run(policy: str, manager: str, num_slots: int) -> None:
     prompts = branching_prompts(24)
     expected = cold_tokens(prompts, 10)
@@ -300,21 +301,20 @@ def test_many_requests_on_one_node_over_tiny_pools_give_the_tokens_of_a_cold_run
     assert (sum(sink.summary.usage.cached_tokens for sink in sinks) > 0) is (policy == "all_reusable")
 
 
-@pytest.mark.parametrize("manager", ["V2", "V1"])
-def test_conversation_of_many_turns_is_taken_up_on_both_sides(manager: str) -> None:
-    with nodes(200, manager=manager, options=PoolOptions(commit_policy="per_conversation")) as (prefill, decode):
+def test_conversation_of_many_turns_is_taken_up_on_both_sides() -> None:
+    with nodes(200, options=PoolOptions(commit_policy="per_conversation")) as (prefill, decode):
         prompt = counting_prompt(30)
         for turn in range(6):
             sink = hand_over(prefill, decode, prefill.request(prompt, 9, hand_over=True))
-            check_turn(sink, prompt, first=turn == 0, manager=manager)
+            check_turn(sink, prompt, first=turn == 0)
             before, prompt = prompt, (*prompt, *sink.tokens, *range(10 + turn, 21 + turn))
             assert len(prompt) == len(before) + 20
     assert cold_tokens([before], 9) == [sink.tokens]
 
 
-def check_turn(sink: Sink, prompt: tuple[int, ...], *, first: bool, manager: str) -> None:
+def check_turn(sink: Sink, prompt: tuple[int, ...], *, first: bool) -> None:
     """A turn adds 20 tokens: the prefill side had all but these, the decode side the 8 it decoded with as well."""
     assert sink.error is None
     reused = (sink.summary.usage.cached_tokens, sink.summary.decode_cached_tokens)
     known = len(prompt) - 20
-    assert reused == ((0, 0) if first or manager == "V1" else (known, (known + 8) // P * P))
+    assert reused == ((0, 0) if first else (known, (known + 8) // P * P))

@@ -88,12 +88,12 @@ def test_v2_without_ratio_is_sized_for_the_longest_request() -> None:
 @pytest.mark.parametrize("manager", ["V1", "V2"])
 def test_options_reach_the_manager(manager: str) -> None:
     given = {
-        "commit_policy": "per_request",
+        "commit_policy": "off",
         "max_util_for_resume": 0.5,
         "max_sequences": 7,
         "window_scratch": "on",
     }
-    wanted = PoolOptions(commit_policy="per_request", max_util_for_resume=0.5, max_sequences=7, window_scratch=True)
+    wanted = PoolOptions(commit_policy="off", max_util_for_resume=0.5, max_sequences=7, window_scratch=True)
     assert built(config_of(manager=manager, **given)).options == wanted
     assert built(config_of(manager=manager)).options == PoolOptions()
 

@@ -79,3 +79,10 @@ def test_end_of_process_that_ends_itself_reports_nothing() -> None:
 def test_wait_until_never_true_names_what() -> None:
     with pytest.raises(AssertionError, match=r"^not within 0\.01 s: the moon$"):
         wait_until(lambda: False, 0.01, "the moon")
+
+
+@pytest.mark.xdist_group("harness")
+def test_groups_of_tests_are_known_to_the_processes_that_share_them(request: pytest.FixtureRequest) -> None:
+    """Else every process starts every cluster: pytest-xdist marks a grouped test in its name."""
+    shared = "PYTEST_XDIST_WORKER" in os.environ and request.config.getoption("dist", "no") == "loadgroup"
+    assert not shared or request.node.nodeid.endswith("@harness")
