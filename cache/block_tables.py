@@ -276,12 +276,13 @@ def _unmoved(taken: Cells, dropped: Cells) -> LifeCycleChange:
 
 def _cells(rows: Rows, starts: Counts, ends: Counts) -> Cells:
     """Every ordinal in [start, end) of each row; nothing where end <= start."""
+    if len(rows) == 1:
+        ordinals = np.arange(starts[0], ends[0])
+        return Cells(np.full(len(ordinals), rows[0]), ordinals) if len(ordinals) else _NO_CELLS
     lengths = np.maximum(ends - starts, 0)
     total = int(lengths.sum())
     if not total:
         return _NO_CELLS
-    if len(rows) == 1:
-        return Cells(np.repeat(rows, total), np.arange(starts[0], ends[0]))
     before = np.cumsum(lengths) - lengths
     ordinals = np.arange(total) - np.repeat(before - starts, lengths)
     return Cells(np.repeat(rows, lengths), ordinals)

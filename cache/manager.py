@@ -206,10 +206,13 @@ class KVCacheManager:
         old_history, old_capacity = int(self.tables.history[row]), int(self.tables.capacity[row])
         new_history = old_history if history is None else history
         new_capacity = old_capacity if capacity is None else capacity
-        if old_history <= new_history <= new_capacity and self.tables.stays(row, new_history, new_capacity):
+        moves = np.array([row]), np.array([new_history]), np.array([new_capacity])
+        if self.options.window_scratch or not old_history <= new_history <= new_capacity:
+            self.resize_rows(moves[0], history=moves[1], capacity=moves[2])
+        elif self.tables.stays(row, new_history, new_capacity):
             self.tables.history[row], self.tables.capacity[row] = new_history, new_capacity
         else:
-            self.resize_rows(np.array([row]), capacity=np.array([new_capacity]), history=np.array([new_history]))
+            self._apply(self.tables.plan(*moves))
 
     def resize_rows(self, rows: Rows, *, capacity: Counts | None = None, history: Counts | None = None) -> None:
         """Move the cursors of many sequences; pages come and go with them. Either everything changes or nothing.
@@ -520,7 +523,7 @@ class KVCacheManager:
             need[self._group(life_cycle)] += more
         given_back = by_pool_group(self.layout, dropped, [(lc, less) for (_, lc), (less, _) in scratch.items()])
         self._require_slots(change.rows, need, self._idle_after(given_back, need))
-        if not self.tables.promised[change.rows].all():
+        if self.promises.total.any() and not self.tables.promised[change.rows].all():
             unpromised = self.promises.need_of(change, scratch, self.tables.promised)
             self.promises.require(self._names(change.rows), unpromised)
         # Nothing below fails.

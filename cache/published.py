@@ -101,7 +101,9 @@ class PublishedPages:
             if sibling is not None:
                 path = np.append(path, np.int32(sibling.node))
                 tokens += sibling.common_tokens
-        tokens = self._supported(path, max(0, tokens - self._backoff), whole_blocks)
+        if tokens <= self._backoff:
+            return NO_MATCH
+        tokens = self._supported(path, tokens - self._backoff, whole_blocks)
         full = tokens // self._p
         tip = int(path[full - 1]) if full else NO_NODE
         return Match(tokens, path[: ceil_div(tokens, self._p)], tip) if tokens else NO_MATCH
@@ -187,7 +189,7 @@ class PublishedPages:
 
     def _room_for_nodes(self, parent: int, keys: Sequence[BlockKey]) -> bool:
         """Whether the tree may have nodes for all the keys; cached pages are evicted for that, oldest first."""
-        while not self.tree.room_for(len(keys) - len(self.tree.find(keys))):
+        while not (self.tree.room_for(len(keys)) or self.tree.room_for(len(keys) - len(self.tree.find(keys)))):
             groups = [index for index, allocator in enumerate(self._allocators) if allocator.num_cached]
             if not groups:
                 return False

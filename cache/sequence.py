@@ -111,15 +111,15 @@ class SequenceCache:
 
     @property
     def committed(self) -> int:
-        return self._cursors().committed
+        return int(self._manager.tables.committed[self.row]) if self.row >= 0 else self.parked.committed
 
     @property
     def history(self) -> int:
-        return self._cursors().history
+        return int(self._manager.tables.history[self.row]) if self.row >= 0 else self.parked.history
 
     @property
     def capacity(self) -> int:
-        return self._cursors().capacity
+        return int(self._manager.tables.capacity[self.row]) if self.row >= 0 else self.parked.capacity
 
     @property
     def num_blocks(self) -> int:
@@ -304,12 +304,6 @@ class SequenceCache:
             raise LocalProtocolError(
                 f"sequence {self.request_id} is {self.state.value}, it must be {state.value} for this"
             )
-
-    def _cursors(self) -> Parked:
-        if self.state is not SequenceState.ACTIVE:
-            return self.parked
-        tables, row = self._manager.tables, self.row
-        return Parked(int(tables.committed[row]), int(tables.history[row]), int(tables.capacity[row]), ())
 
     def _publish(self, ids: npt.NDArray[np.uint32], end: int) -> None:
         """Publish the blocks that are full now. `end` is the committed length after this."""

@@ -100,6 +100,8 @@ class SlotAllocator:
     def acquire(self, count: int) -> SlotIds:
         """Take `count` free slots. The caller has made sure that they are free."""
         assert count <= self._num_free, f"{count} slots asked, {self._num_free} free: make room before acquiring"
+        if not count:
+            return np.empty(0, np.int32)
         ids = self._lowest(count)
         self._is_free[ids] = False
         self._num_free -= count
@@ -256,9 +258,8 @@ class SlotAllocator:
             found.append(ids)
             missing -= len(ids)
             start += _SCAN
-        ids = np.concatenate([*found, np.empty(0, np.int32)])
-        if count:
-            self._lowest_free = int(ids[-1]) + 1
+        ids = np.concatenate(found) if len(found) > 1 else found[0]
+        self._lowest_free = int(ids[-1]) + 1
         return ids
 
     def _retire(self, idle: SlotIds) -> None:
