@@ -127,9 +127,9 @@ class BlockTables:
     # ---- changes
 
     def stays(self, row: int, history: int, capacity: int) -> bool:
-        """Whether moving the cursors of an active row there needs no page and gives none up."""
+        """Whether moving the cursors of an active row, without scratch pages, needs no page and gives none up."""
         p = self._tokens_per_block
-        if self.uses_scratch[row] or -(-capacity // p) != self.num_blocks(row):
+        if -(-capacity // p) != self.num_blocks(row):
             return False
         before = int(self.history[row])
         return all(

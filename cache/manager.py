@@ -19,10 +19,11 @@ from kvferry.cache.holds import Access, Hold, Holds
 from kvferry.cache.ids import NO_SLOT, LifeCycleId
 from kvferry.cache.integrity import check_manager
 from kvferry.cache.layout import CacheLayout
-from kvferry.cache.lifecycle import Counts, ceil_div
+from kvferry.cache.lifecycle import Counts
 from kvferry.cache.page_table import BlockLists, PageTable, SlotList
 from kvferry.cache.promises import Promises
 from kvferry.cache.published import NO_MATCH, Match, PriorityOf, PublishedPages, ReuseRules
+from kvferry.cache.resuming import activate
 from kvferry.cache.scratch import ScratchPages
 from kvferry.cache.sequence import DEFAULT_PRIORITY, Borrowed, Priority, SequenceCache, SequenceState, check_priority
 from kvferry.cache.slots import SlotAllocator
@@ -130,7 +131,7 @@ class KVCacheManager:
         return judge_now(slots, self.unpromised()) if verdict.admitted else verdict
 
     def unpromised(self) -> tuple[int, ...]:
-        """Slots per pool group that are neither spoken for by an open sequence nor kept by transfers alone."""
+        """Slots per pool group that are neither spoken for by an open sequence nor kept by transfers."""
         return self.promises.left()
 
     def create_sequence(
@@ -171,7 +172,7 @@ class KVCacheManager:
             check_priority(priority)
         prompt = KeyChain(scope.key, ids, self.layout.tokens_per_block, keys or ())
         match = self._match(scope, prompt, for_transfer=for_transfer)
-        if reserve is None and not self.promises.check_claim(self._claimable(match)):
+        if reserve is None and not self.promises.may_claim(self._claimable(match)):
             match = NO_MATCH
         parked, borrowed = self._claim(match, for_transfer=for_transfer)
         reserved = None if reserve is None else tuple(reserve)
@@ -206,13 +207,15 @@ class KVCacheManager:
         old_history, old_capacity = int(self.tables.history[row]), int(self.tables.capacity[row])
         new_history = old_history if history is None else history
         new_capacity = old_capacity if capacity is None else capacity
-        moves = np.array([row]), np.array([new_history]), np.array([new_capacity])
-        if self.options.window_scratch or not old_history <= new_history <= new_capacity:
-            self.resize_rows(moves[0], history=moves[1], capacity=moves[2])
-        elif self.tables.stays(row, new_history, new_capacity):
+        simple = old_history <= new_history <= new_capacity and not self.options.window_scratch
+        if simple and self.tables.stays(row, new_history, new_capacity):
             self.tables.history[row], self.tables.capacity[row] = new_history, new_capacity
+            return
+        rows, moved_history, moved_capacity = np.array([row]), np.array([new_history]), np.array([new_capacity])
+        if simple:
+            self._apply(self.tables.plan(rows, moved_history, moved_capacity))
         else:
-            self._apply(self.tables.plan(*moves))
+            self.resize_rows(rows, history=moved_history, capacity=moved_capacity)
 
     def resize_rows(self, rows: Rows, *, capacity: Counts | None = None, history: Counts | None = None) -> None:
         """Move the cursors of many sequences; pages come and go with them. Either everything changes or nothing.
@@ -267,41 +270,7 @@ class KVCacheManager:
 
     def activate(self, sequence: SequenceCache) -> None:
         """See `SequenceCache.resume`."""
-        self._check_utilisation(sequence)
-        parked = sequence.parked
-        copies, kept = self._copies(sequence)
-        fresh = self._fresh_state(sequence)
-        need = np.zeros(len(self.allocators), np.int64)
-        for entry in copies:
-            need[self._group(entry.life_cycle)] += 1
-        lent = need.copy()
-        for life_cycle in fresh:
-            need[self._group(life_cycle)] += 1
-        scratch = self.scratch.needed(parked)
-        for life_cycle, count in scratch.items():
-            need[self._group(life_cycle)] += count
-        self._require_slots(f"sequence {sequence.request_id}", need, np.zeros_like(need))
-        if sequence.reserved is None:
-            # The pages that copies are made of count as taken, and are given back.
-            self.promises.require(f"sequence {sequence.request_id}", (need - lent).tolist())
-        # Nothing below fails.
-        for entry in kept:
-            self.published.withdraw(entry.life_cycle, entry.slot)
-        for group, count in enumerate(need.tolist()):
-            self.published.make_room(group, count)
-        tables = [table.copy() for table in parked.tables]
-        for entry in copies:
-            tables[entry.life_cycle][entry.ordinal] = self._copy(entry.life_cycle, entry.slot)
-        for entry in kept:
-            tables[entry.life_cycle][entry.ordinal] = entry.slot
-        for life_cycle in fresh:
-            tables[life_cycle][self._state_ordinal(parked.history)] = self._allocator(life_cycle).acquire(1)[0]
-        sequence.row = self.tables.open_row(
-            Parked(*parked[:3], tuple(tables)),
-            uses_scratch=self.options.window_scratch,
-            promised=sequence.reserved is not None,
-        )
-        self.scratch.take(sequence.row, scratch)
+        sequence.row = activate(self, sequence)
         sequence.borrowed = ()
         sequence.state = SequenceState.ACTIVE
 
@@ -365,6 +334,25 @@ class KVCacheManager:
                 allocator.drop_user(copy)
             self.published.tree.unrefer(node)
 
+    def require_slots(self, who: str | Rows, need: Counts, gain: Counts) -> None:
+        """Raise CapacityError with the numbers unless so many slots can be had.
+
+        Args:
+            who: needs them: a name, or rows of the tables.
+            gain: slots that will be given back before.
+
+        Shapes: need and gain are [pool groups].
+        """
+        available = [a.num_available + int(extra) for a, extra in zip(self.allocators, gain, strict=True)]
+        if any(count > left for count, left in zip(need.tolist(), available, strict=True)):
+            name = who if isinstance(who, str) else self._names(who)
+            raise CapacityError(
+                f"{name} needs {need.tolist()} new slots per pool group, {available} can be given: retry after a "
+                "release",
+                requested=need.tolist(),
+                available=available,
+            )
+
     def with_epochs(self, slots: tuple[SlotList, ...]) -> BlockLists:
         """Add the epoch of every slot (0 for no page) to the slot lists of one sequence."""
         epochs = []
@@ -427,9 +415,6 @@ class KVCacheManager:
     def _names(self, rows: Rows) -> str:
         return self._name(rows[0]) if len(rows) == 1 else f"a step of {len(rows)} sequences"
 
-    def _state_ordinal(self, history: int) -> int:
-        return max(0, ceil_div(history, self.layout.tokens_per_block) - 1)
-
     def _match(self, scope: ReuseScope, prompt: KeyChain, *, for_transfer: bool) -> Match:
         if self.options.commit_policy == "off":
             return NO_MATCH
@@ -466,51 +451,6 @@ class KVCacheManager:
             self._allocator(entry.life_cycle).add_user(np.array([entry.slot], np.int32))
         return Parked(tokens, tokens, tokens, tuple(tables)), tuple(borrowed)
 
-    # ---- private: resume
-
-    def _check_utilisation(self, sequence: SequenceCache) -> None:
-        """Raise CapacityError when others hold so much of a pool group that there would be no room to grow."""
-        lent = [(entry.life_cycle, np.array([entry.slot], np.int32)) for entry in sequence.borrowed]
-        own = by_pool_group(self.layout, [table[table >= 0] for table in sequence.parked.tables], lent)
-        for index, (allocator, ids) in enumerate(zip(self.allocators, own, strict=True)):
-            held = allocator.num_slots - allocator.num_available - allocator.idle_after(ids)
-            limit = self.options.max_util_for_resume
-            if held / allocator.num_slots > limit:
-                raise CapacityError(
-                    f"sequence {sequence.request_id} is not resumed: others hold {held} of {allocator.num_slots} slots "
-                    f"of pool group {index}, more than max_util_for_resume {limit} allows: retry after a release",
-                    requested=[len(ids) for ids in own],
-                    available=[a.num_available for a in self.allocators],
-                )
-
-    def _copies(self, sequence: SequenceCache) -> tuple[list[Borrowed], list[Borrowed]]:
-        """Borrowed pages to be copied, and those kept, since nobody else uses them and there is no room for a copy."""
-        copies, kept = [], []
-        room = [allocator.num_available for allocator in self.allocators]
-        for entry in sequence.borrowed:
-            group = self._group(entry.life_cycle)
-            if room[group] < 1 and self.allocators[group].sole_user(entry.slot):
-                kept.append(entry)
-            else:
-                copies.append(entry)
-                room[group] -= 1
-        return copies, kept
-
-    def _fresh_state(self, sequence: SequenceCache) -> list[LifeCycleId]:
-        """The recurrent life cycle, if a sequence with blocks has no state page and borrows none."""
-        recurrent, parked = self.layout.recurrent, sequence.parked
-        if recurrent is None or not parked.capacity or (parked.tables[recurrent.id] >= 0).any():
-            return []
-        return [recurrent.id] if all(entry.life_cycle != recurrent.id for entry in sequence.borrowed) else []
-
-    def _copy(self, life_cycle: LifeCycleId, source: int) -> int:
-        """A private copy of a borrowed page, which is given back."""
-        allocator, sources = self._allocator(life_cycle), np.array([source], np.int32)
-        target = allocator.acquire(1)
-        self.storage.copy_slots(self._group(life_cycle), sources, target)
-        allocator.drop_user(sources)
-        return int(target[0])
-
     # ---- private: changes of tables
 
     def _apply(self, change: TableChange) -> None:
@@ -522,7 +462,7 @@ class KVCacheManager:
         for (_, life_cycle), (_, more) in scratch.items():
             need[self._group(life_cycle)] += more
         given_back = by_pool_group(self.layout, dropped, [(lc, less) for (_, lc), (less, _) in scratch.items()])
-        self._require_slots(change.rows, need, self._idle_after(given_back, need))
+        self.require_slots(change.rows, need, self._idle_after(given_back, need))
         if self.promises.total.any() and not self.tables.promised[change.rows].all():
             unpromised = self.promises.need_of(change, scratch, self.tables.promised)
             self.promises.require(self._names(change.rows), unpromised)
@@ -548,14 +488,3 @@ class KVCacheManager:
             ],
             np.int64,
         )
-
-    def _require_slots(self, who: str | Rows, need: Counts, gain: Counts) -> None:
-        available = [a.num_available + int(extra) for a, extra in zip(self.allocators, gain, strict=True)]
-        if any(count > left for count, left in zip(need.tolist(), available, strict=True)):
-            name = who if isinstance(who, str) else self._names(who)
-            raise CapacityError(
-                f"{name} needs {need.tolist()} new slots per pool group, {available} can be given: retry after a "
-                "release",
-                requested=need.tolist(),
-                available=available,
-            )

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from weakref import WeakSet
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class PlannedDrops:
 
     Args:
         allocator_of: of a life cycle.
-        evict: drops the pages of a life cycle at some nodes.
+        drop_pages: drops the pages of a life cycle at some nodes.
     """
 
     def __init__(
@@ -51,14 +52,14 @@ class PlannedDrops:
         layout: CacheLayout,
         tree: PrefixTree,
         allocator_of: Callable[[LifeCycleId], SlotAllocator],
-        evict: Callable[[LifeCycleId, NodeIds], None],
+        drop_pages: Callable[[LifeCycleId, NodeIds], None],
         num_slots: int,
     ) -> None:
         self._layout = layout
         self._tree = tree
         self._allocator_of = allocator_of
-        self._evict = evict
-        self._notes: dict[Page, set[DropPlan]] = {}
+        self._drop_pages = drop_pages
+        self._notes: dict[Page, WeakSet[DropPlan]] = {}
         self._turns: OrderedDict[BlockKey, DropPlan] = OrderedDict()
         self._noted_by_turns = 0
         self._most_noted = _NOTES_PER_SLOT * num_slots
@@ -72,14 +73,14 @@ class PlannedDrops:
                 pages += [(group.id, slot) for slot in self._back_to(first, end, group.id)]
         plan = DropPlan(self, tuple(pages))
         for page in pages:
-            self._notes.setdefault(page, set()).add(plan)
+            self._notes.setdefault(page, WeakSet()).add(plan)
         return plan
 
     def drop(self, plan: DropPlan) -> None:
         """See `DropPlan.drop`."""
         for page in plan.pages:
-            noted = self._notes.get(page, set())
-            if plan in noted:
+            noted = self._notes.get(page)
+            if noted is not None and plan in noted:
                 noted.remove(plan)
                 if not noted:
                     del self._notes[page]
@@ -94,11 +95,15 @@ class PlannedDrops:
     # ---- conversations
 
     def turn_on(self, nodes: NodeIds, num_tokens: int) -> BlockKey | None:
-        """The last turn that ends within a match, if any. The last node counts only where it is used in full."""
+        """The last turn that ends on a matched path, if any.
+
+        Args:
+            num_tokens: tokens in common with the path: the last node counts only where these are all of its block.
+        """
         if not self._turns or not len(nodes):
             return None
         end = int(self._tree.ordinals[nodes[-1]]) * self._layout.tokens_per_block + int(self._tree.lengths[nodes[-1]])
-        used = nodes if num_tokens == end else nodes[:-1]
+        used = nodes if end <= num_tokens else nodes[:-1]
         keys = (self._tree.key(node) for node in reversed(used.tolist()))
         return next((key for key in keys if key in self._turns), None)
 
@@ -108,6 +113,8 @@ class PlannedDrops:
         for ended in dict.fromkeys((key, earlier)):
             if ended is not None and ended in self._turns:
                 self._end_turn(self._turns.pop(ended))
+        if not plan.pages:
+            return
         self._turns[key] = plan
         self._noted_by_turns += len(plan.pages)
         while self._noted_by_turns > self._most_noted and len(self._turns) > 1:
@@ -120,7 +127,7 @@ class PlannedDrops:
     def _drop_if_cached(self, life_cycle: LifeCycleId, slot: int) -> None:
         allocator, ids = self._allocator_of(life_cycle), np.array([slot], np.int32)
         if allocator.is_cached(ids)[0]:
-            self._evict(life_cycle, allocator.publication(ids).nodes.copy())
+            self._drop_pages(life_cycle, allocator.publication(ids).nodes.copy())
 
     def _back_to(self, first_ordinal: int, end: int, life_cycle: LifeCycleId) -> list[int]:
         """Slots of a life cycle from block `first_ordinal` to the one of node `end`."""

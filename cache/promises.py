@@ -32,45 +32,49 @@ class Promises:
         self.total: Counts = np.zeros(len(layout.pool_groups), np.int64)
         self._layout = layout
         self._allocators = allocators
-        self._unpromised: dict[SequenceCache, None] = {}
+        self._without_promise: dict[SequenceCache, None] = {}
 
     def add(self, sequence: SequenceCache) -> None:
         """A sequence opens."""
         if sequence.reserved is None:
-            self._unpromised[sequence] = None
+            self._without_promise[sequence] = None
         else:
             self.total += sequence.reserved
 
     def remove(self, sequence: SequenceCache) -> None:
         """A sequence closes."""
         if sequence.reserved is None:
-            del self._unpromised[sequence]
+            del self._without_promise[sequence]
         else:
             self.total -= sequence.reserved
 
     def left(self) -> tuple[int, ...]:
-        """Slots per pool group that are neither promised, nor taken without a promise, nor kept by transfers alone."""
+        """Slots per pool group that are neither promised, nor taken without a promise, nor kept by transfers.
+
+        Transfers keep what they read, and what they write for a sequence that is gone (`SlotAllocator.num_kept`). Pages
+        that are promised and read count twice, so the number may be below 0.
+        """
         spoken_for = self.total + sum(
-            (self._taken(sequence) for sequence in self._unpromised), np.zeros_like(self.total)
+            (self._taken(sequence) for sequence in self._without_promise), np.zeros_like(self.total)
         )
         return tuple(
             allocator.num_slots - int(count) - allocator.num_kept
             for allocator, count in zip(self._allocators, spoken_for, strict=True)
         )
 
-    def check_claim(self, slots: Sequence[SlotList]) -> bool:
+    def may_claim(self, slots: Sequence[SlotList]) -> bool:
         """Whether a sequence without a promise may become a user of these slots. Shapes: slots[life cycle] is [n]."""
         if not self.total.any():
             return True
         groups = by_pool_group(self._layout, slots)
-        return all(len(ids) <= left for ids, left in zip(groups, self.left(), strict=True))
+        return all(len(ids) <= left for ids, left in zip(groups, self.left(), strict=True) if len(ids))
 
     def require(self, who: str, need: Sequence[int]) -> None:
         """Raise CapacityError when a sequence without a promise needs slots that are promised to others."""
         if not self.total.any() or not any(need):
             return
         left = self.left()
-        if any(count > rest for count, rest in zip(need, left, strict=True)):
+        if any(count > rest for count, rest in zip(need, left, strict=True) if count):
             raise CapacityError(
                 f"{who} needs {list(need)} new slots per pool group and has no reservation; {list(left)} are not "
                 "promised to others: retry after a release, or reserve",
@@ -88,7 +92,7 @@ class Promises:
         """
         need = [0] * len(self._layout.pool_groups)
         for group, part in zip(self._layout.life_cycles, change.life_cycles, strict=True):
-            taken, dropped = _unpromised(part.taken.rows, promised), _unpromised(part.dropped.rows, promised)
+            taken, dropped = _rows_without(part.taken.rows, promised), _rows_without(part.dropped.rows, promised)
             need[group.pool_group] += taken - dropped
         for (row, life_cycle), (less, more) in scratch.items():
             if not promised[row]:
@@ -103,5 +107,5 @@ class Promises:
         return taken
 
 
-def _unpromised(rows: Rows, promised: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
+def _rows_without(rows: Rows, promised: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
     return int(np.count_nonzero(~promised[rows])) if len(rows) else 0

@@ -78,7 +78,7 @@ class PublishedPages:
         slots = sum(allocator.num_slots for allocator in allocators)
         self.tree = PrefixTree(self._p, len(layout.life_cycles), max_nodes=NODES_PER_SLOT * slots + SPARE_NODES)
         self.drops = PlannedDrops(layout, self.tree, self._allocator, self.drop, slots)
-        self.num_evicted = 0
+        self.num_dropped = 0
 
     # ---- matching
 
@@ -190,11 +190,12 @@ class PublishedPages:
     def _room_for_nodes(self, parent: int, keys: Sequence[BlockKey]) -> bool:
         """Whether the tree may have nodes for all the keys; cached pages are evicted for that, oldest first."""
         while not (self.tree.room_for(len(keys)) or self.tree.room_for(len(keys) - len(self.tree.find(keys)))):
-            groups = [index for index, allocator in enumerate(self._allocators) if allocator.num_cached]
-            if not groups:
+            victims = [
+                (index, allocator.next_victims(_NODE_VICTIMS)) for index, allocator in enumerate(self._allocators)
+            ]
+            if len(keys) > self.tree.max_nodes or not any(len(slots) for _, slots in victims):
                 return False
-            for index in groups:
-                self.evict(index, self._allocators[index].next_victims(_NODE_VICTIMS))
+            self.evict(*max(victims, key=lambda group: len(group[1])))
         return self.tree.alive(parent)
 
     def _rebase(self, life_cycle: LifeCycleId, nodes: NodeIds, given: SlotList, priorities: Priorities) -> SlotList:
@@ -221,7 +222,7 @@ class PublishedPages:
         ordinal = self.tree.ordinals[[parent]] + 1
         priorities = [priority_of(ordinal, group.id) for group in self._layout.life_cycles]
         key = partial_key(self.tree.key(parent), token_ids)
-        if not self._room_for_nodes(parent, [key]):
+        if not self.tree.relatives(parent, token_ids).longer and not self._room_for_nodes(parent, [key]):
             return NO_NODE
         longer, shorter = self.tree.relatives(parent, token_ids)
         node = longer[0] if longer else int(self.tree.extend(parent, [key], token_ids[None])[0])
@@ -398,6 +399,6 @@ class PublishedPages:
     def _withdraw(self, life_cycle: LifeCycleId, slots: SlotList) -> None:
         if len(slots):
             allocator = self._allocator(life_cycle)
-            self.num_evicted += int(allocator.is_cached(slots).sum())
+            self.num_dropped += int(allocator.is_cached(slots).sum())
             allocator.unpublish(slots)
             self.drops.forget(life_cycle, slots)

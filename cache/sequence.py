@@ -99,7 +99,8 @@ class SequenceCache:
         self._pending = prompt.token_ids[full_tokens : match.num_tokens]
         self._prompt = prompt
         self._follows_prompt = True
-        self._earlier_turn = manager.published.drops.turn_on(match.nodes, match.num_tokens)
+        in_common = match.num_tokens + manager.options.match_backoff_tokens
+        self._earlier_turn = manager.published.drops.turn_on(match.nodes, in_common)
         if self._tip != NO_NODE:
             manager.published.tree.refer(self._tip)
 
@@ -356,6 +357,7 @@ class SequenceCache:
 
         With room for tokens beyond the history a step may be under way that has moved the state on.
         """
+        self._leave_end()  # of a call that failed
         ordinal = self.committed // self._manager.layout.tokens_per_block
         partial = len(self._pending) and self._manager.rules.partial_blocks
         if partial and not self._manager.written(self, ordinal, ordinal + 1) and self._has_parent():

@@ -89,8 +89,8 @@ class SlotAllocator:
     def num_kept(self) -> int:
         """Slots that transfers keep beside what sequences are promised.
 
-        A page that is read may be given up by every sequence and stay; one that is written is its sequence's own until
-        that closes.
+        A page that is read may be given up by every sequence and stay; one that is written is its sequence's own, which
+        closes, but does not move on, before that is over.
         """
         kept = (self._readers > 0) | ((self._writers > 0) & (self._users == self._writers))
         return int(np.count_nonzero(kept))

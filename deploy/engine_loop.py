@@ -460,9 +460,9 @@ class EngineLoop:
                 self._leave(request, request.sequence, complete=error is None)
         finally:
             request.sink.finish(error)
-        if request.key is not None and self._receiving.get(request.key) is request:
-            del self._receiving[request.key]
-            self._cancel(request.key, str(error))
+            if request.key is not None and self._receiving.get(request.key) is request:
+                del self._receiving[request.key]
+                self._cancel(request.key, str(error))
 
     def _leave(self, request: Request, sequence: SequenceCache, *, complete: bool) -> None:
         """Close a sequence. Where the policy leaves publishing to the end, a complete request publishes now."""

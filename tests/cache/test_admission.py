@@ -202,3 +202,18 @@ def test_sequence_without_a_reservation_reuses_no_page_that_is_promised() -> Non
     promised.close()
     other.close()
     manager.check_integrity()
+
+
+def test_sequence_without_a_reservation_that_needs_nothing_of_a_full_group_goes_on() -> None:
+    """Pages that are promised and read count twice: what is left of their group is below 0."""
+    manager = manager_of(attention(), attention(4, heads=4), slots=12)
+    promised = manager.create_sequence("promised", (0, 11))
+    promised.resume()
+    other = manager.create_sequence("other")
+    other.resume()
+    other.resize(capacity=4, history=4)
+    hold = manager.hold(other.pages(4), Access.READ)
+    assert manager.unpromised()[1] < 0
+    other.resize(capacity=8, history=8)
+    manager.release(hold)
+    manager.check_integrity()

@@ -1,8 +1,14 @@
 """Turns of conversations: what is kept to go on from one goes when a later one has, and nothing else does."""
 
+import contextlib
+import itertools
+
+import pytest
+
+from kvferry.cache.errors import ConfigError
 from kvferry.cache.manager import KVCacheManager
-from tests.cache.serving import manager_of, publish
-from tests.cache.specs import attention
+from tests.cache.serving import manager_of, publish, started
+from tests.cache.specs import attention, recurrent
 
 TURN = list(range(1, 19))
 """Ends within a block."""
@@ -62,4 +68,37 @@ def test_plans_that_the_caller_forgets_leave_nothing_once_the_pages_are_gone() -
         sequence.plan_drop()
         sequence.close()
     assert len(manager.published.drops._notes) <= 8
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("length", [16, 18])
+def test_later_turn_ends_an_earlier_one_although_matches_fall_short(length: int) -> None:
+    manager = manager_of(attention(), attention(6), slots=64, policy="per_conversation", match_backoff_tokens=1)
+    turn = list(range(1, length + 1))
+    publish(manager, turn)
+    assert manager.probe([*turn, 99]) == length - 1
+    publish(manager, [*turn, *range(50, 62)])
+    assert manager.probe([*turn, 99]) < length - 1
+
+
+def test_turns_that_note_no_page_are_not_kept() -> None:
+    manager = manager_of(attention(), slots=8, policy="per_conversation")
+    for index in range(100):
+        publish(manager, range(100 * index, 100 * index + 6))
+    assert not manager.published.drops._turns
+
+
+def test_priority_function_that_fails_at_the_end_keeps_no_node_alive() -> None:
+    manager = manager_of(attention(), recurrent(2, 3), slots=16)
+    answers = itertools.chain([1, 1], itertools.cycle([101, 1]))  # for the states; fails for the snapshot itself
+    sequence = started(manager, priority=lambda ordinal, life_cycle: next(answers) if life_cycle == 1 else 1)
+    sequence.resize(capacity=6)
+    sequence.commit(range(6))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="priority is 101"):
+            sequence.stop_committing()
+    with contextlib.suppress(ConfigError):
+        sequence.close()
+    manager.clear_reusable()
+    assert not manager.published.tree._references.any()
     manager.check_integrity()

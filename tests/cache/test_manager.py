@@ -363,3 +363,12 @@ def test_priority_function_that_fails_leaves_nothing_behind(broken: str) -> None
     assert sequence.closed
     manager.check_integrity()
     assert [usage.held for usage in manager.usage()] == [0, 0]
+
+
+def test_room_for_nodes_is_made_although_one_group_takes_the_pages_of_the_other_along() -> None:
+    manager = manager_of(attention(), attention(8, heads=4), slots=64)
+    manager.published.tree.max_nodes = 6
+    for index in range(4):
+        publish(manager, range(100 * index, 100 * index + 16))
+    assert manager.probe([*range(300, 316), 5]) == 16
+    manager.check_integrity()

@@ -283,7 +283,7 @@ def test_many_requests_over_tiny_pools_give_the_tokens_of_a_cold_run(policy: str
         sinks = [prefill.submit(request) for request in requests]
         answers = [decode.submit(decode.fetch(r, s.wait().reply)) for r, s in zip(requests, sinks, strict=True)]
         assert [answer.wait().tokens for answer in answers] == expected
-        evicted = [node.manager.published.num_evicted for node in (prefill, decode)]
+        evicted = [node.manager.published.num_dropped for node in (prefill, decode)]
         reused = sum(answer.summary.usage.cached_tokens for answer in answers)
     assert all(number > 0 for number in evicted)
     # The other policies keep of a window only what the end of an earlier request can be taken up with.
@@ -297,7 +297,7 @@ def test_many_requests_on_one_node_over_tiny_pools_give_the_tokens_of_a_cold_run
     with nodes(60, options=PoolOptions(commit_policy=policy), max_waiting=30) as (alone, _):
         sinks = [alone.submit(alone.request(prompt, 20)) for prompt in prompts]
         assert [sink.wait().tokens for sink in sinks] == expected
-        assert alone.manager.published.num_evicted > 0
+        assert alone.manager.published.num_dropped > 0
     assert (sum(sink.summary.usage.cached_tokens for sink in sinks) > 0) is (policy == "all_reusable")
 
 

@@ -199,7 +199,7 @@ def test_answers_under_constant_eviction_equal_a_cold_run(model: LoadedModel, ma
     prompts = [common[: len(common) - 35 * cut] + random_prompt(20 + cut, seed=4) for cut in (0, 3, 1, 4, 0, 2, 3)]
     with service(model, manager, num_slots=TIGHT_SLOTS[model.name, manager]) as asked:
         found = [reuse(asked.ask(prompt)) for prompt in prompts]
-        evicted = [node.manager.published.num_evicted for node in (asked.prefill, asked.decode)]
+        evicted = [node.manager.published.num_dropped for node in (asked.prefill, asked.decode)]
     assert sum(prefill for prefill, _ in found[1:]) > 0
     assert all(number > 0 for number in evicted)
 
