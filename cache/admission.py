@@ -5,7 +5,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.cache.errors import CapacityError, ConfigError
+from kvferry.cache.lifecycle import Counts
+
+MOST_TOKENS = 1 << 32
+
+
+def as_count(name: str, value: object) -> int:
+    """A number of tokens or slots. Raises ConfigError unless it is an integer from 0 to 2^32."""
+    if not isinstance(value, (int, np.integer)) or not 0 <= value <= MOST_TOKENS:
+        raise ConfigError(f"{name} is {value!r}: it must be an integer from 0 to {MOST_TOKENS}")
+    return int(value)
+
+
+def as_counts(name: str, values: npt.ArrayLike) -> Counts:
+    """`as_count` of every value. Shapes: [n] -> [n]."""
+    counts = np.asarray(values)
+    if counts.size and (counts.dtype.kind not in "iu" or counts.min() < 0 or counts.max() > MOST_TOKENS):
+        raise ConfigError(f"{name} is {counts.ravel()[:8].tolist()}: integers from 0 to {MOST_TOKENS} are needed")
+    return counts.astype(np.int64)
+
 
 CommitPolicy = Literal["off", "all_reusable", "per_request", "per_conversation"]
 """What sequences leave for others.
@@ -41,14 +63,16 @@ class PoolOptions:
             raise ConfigError(
                 f"commit_policy is {self.commit_policy!r}: use one of {', '.join(get_args(CommitPolicy))}"
             )
+        if not isinstance(self.window_scratch, bool):
+            raise ConfigError(f"window_scratch is {self.window_scratch!r}: it must be True or False")
         limit = self.max_util_for_resume
         if math.isnan(limit) or not 0 < limit <= 1:
             raise ConfigError(f"max_util_for_resume is {limit}: it must lie above 0 and be at most 1")
+        for name in ("max_sequences", "match_backoff_tokens", "max_rewind_tokens"):
+            if getattr(self, name) is not None:
+                as_count(name, getattr(self, name))
         if self.max_sequences is not None and self.max_sequences < 1:
             raise ConfigError(f"max_sequences is {self.max_sequences}: at least one sequence must be allowed")
-        for name in ("match_backoff_tokens", "max_rewind_tokens"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}: it cannot be negative")
 
 
 DEFAULT_OPTIONS = PoolOptions()

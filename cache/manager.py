@@ -4,6 +4,7 @@ How the parts fit: `SlotAllocator` knows who uses a slot, `BlockTables` which sl
 what may be reused; this module moves pages between them. Whatever changes several of them is planned first.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
@@ -11,7 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.cache.admission import DEFAULT_OPTIONS, PoolOptions, Verdict, judge_count, judge_ever, judge_now
+from kvferry.cache.admission import (
+    DEFAULT_OPTIONS,
+    PoolOptions,
+    Verdict,
+    as_count,
+    as_counts,
+    judge_count,
+    judge_ever,
+    judge_now,
+)
 from kvferry.cache.block_keys import BlockKey, KeyChain, ReuseScope, as_token_ids, chain
 from kvferry.cache.block_tables import BlockTables, Parked, Rows, TableChange, by_pool_group
 from kvferry.cache.errors import CapacityError, ConfigError, LocalProtocolError
@@ -30,6 +40,7 @@ from kvferry.cache.slots import SlotAllocator
 from kvferry.cache.storage import PoolStorage
 
 NO_SCOPE = ReuseScope()
+_FIRST_EPOCHS = itertools.count(0, 1_000_003)
 _NO_SLOTS = np.empty(0, np.int32)
 
 
@@ -80,7 +91,9 @@ class KVCacheManager:
         self.layout = layout
         self.options = options
         self.storage = PoolStorage(layout, num_slots, device)
-        self.allocators = tuple(SlotAllocator(count) for count in num_slots)
+        # Pages of one manager are not taken for those of another in the same process.
+        first_epoch = next(_FIRST_EPOCHS) % (1 << 31)
+        self.allocators = tuple(SlotAllocator(count, first_epoch) for count in num_slots)
         self.published = PublishedPages(layout, self.allocators, self.rules, options.match_backoff_tokens)
         self.tables = BlockTables(layout.life_cycles, layout.tokens_per_block, options.max_rewind_tokens)
         self.sequences: set[SequenceCache] = set()
@@ -119,8 +132,9 @@ class KVCacheManager:
 
         Raises: ConfigError: not one count per pool group, or a negative one.
         """
-        if len(slots) != len(self.layout.pool_groups) or any(count < 0 for count in slots):
+        if len(slots) != len(self.layout.pool_groups):
             raise ConfigError(f"slots {list(slots)}: need {len(self.layout.pool_groups)} counts, one per pool group")
+        slots = [as_count("slots", count) for count in slots]
         return judge_ever(slots, self.storage.num_slots)
 
     def can_admit(self, slots: Sequence[int]) -> Verdict:
@@ -197,16 +211,21 @@ class KVCacheManager:
     def resize_many(
         self, sequences: Sequence[SequenceCache], *, capacity: Counts | None = None, history: Counts | None = None
     ) -> None:
-        """`resize_rows` of ACTIVE sequences."""
-        self.resize_rows(
-            np.fromiter((s.row for s in sequences), np.int64, len(sequences)), capacity=capacity, history=history
-        )
+        """`resize_rows` of ACTIVE sequences.
+
+        Raises: as `resize_rows`; LocalProtocolError also for a sequence of another manager.
+        """
+        rows = np.fromiter((s.row if s.manager is self else -1 for s in sequences), np.int64, len(sequences))
+        if len(rows) and rows.min() < 0:
+            names = [s.request_id for s, row in zip(sequences, rows, strict=True) if row < 0]
+            raise LocalProtocolError(f"sequences {names} are not active here: resume them, or ask their own manager")
+        self.resize_rows(rows, capacity=capacity, history=history)
 
     def resize_row(self, row: int, *, capacity: int | None, history: int | None) -> None:
         """`resize_rows` of one sequence; quick where no page comes or goes, as in most steps."""
         old_history, old_capacity = int(self.tables.history[row]), int(self.tables.capacity[row])
-        new_history = old_history if history is None else history
-        new_capacity = old_capacity if capacity is None else capacity
+        new_history = old_history if history is None else as_count("history", history)
+        new_capacity = old_capacity if capacity is None else as_count("capacity", capacity)
         simple = old_history <= new_history <= new_capacity and not self.options.window_scratch
         if simple and self.tables.stays(row, new_history, new_capacity):
             self.tables.history[row], self.tables.capacity[row] = new_history, new_capacity
@@ -229,8 +248,8 @@ class KVCacheManager:
             CapacityError: not enough slots, with the numbers; nothing changed.
         """
         self._check_rows(rows)
-        new_history = self.tables.history[rows] if history is None else np.asarray(history, np.int64)
-        new_capacity = self.tables.capacity[rows] if capacity is None else np.asarray(capacity, np.int64)
+        new_history = self.tables.history[rows] if history is None else as_counts("history", history)
+        new_capacity = self.tables.capacity[rows] if capacity is None else as_counts("capacity", capacity)
         if new_history.shape != rows.shape or new_capacity.shape != rows.shape:
             raise ConfigError(
                 f"{len(rows)} sequences, history of shape {new_history.shape}, capacity of {new_capacity.shape}: give "

@@ -1,5 +1,6 @@
 """How many slots a request is promised: the most it can hold at any moment, whatever part of it is reused."""
 
+from kvferry.cache.admission import as_count
 from kvferry.cache.layout import CacheLayout, LifeCycleLayout
 from kvferry.cache.lifecycle import ceil_div
 
@@ -17,8 +18,11 @@ def reserved_slots(
         headroom_tokens: most tokens that are stored and not yet history: the prefill chunk, 1 while decoding.
         max_rewind_tokens: as `PoolOptions.max_rewind_tokens` when window scratch is on; None when it is off.
 
+    Raises: ConfigError: not a number of tokens.
+
     Source: pools specification 3.7 and 3.8.
     """
+    total_tokens, headroom_tokens = as_count("total_tokens", total_tokens), as_count("headroom_tokens", headroom_tokens)
     totals = [0] * len(layout.pool_groups)
     for group in layout.life_cycles:
         totals[group.pool_group] += _pages(

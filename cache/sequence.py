@@ -88,7 +88,7 @@ class SequenceCache:
         self.parked = parked
         self.row = -1
         self.state = SequenceState.SUSPENDED
-        self._manager = manager
+        self.manager = manager
         self._scope = scope
         self._priority = priority
         off = manager.options.commit_policy == "off"
@@ -112,36 +112,36 @@ class SequenceCache:
 
     @property
     def committed(self) -> int:
-        return int(self._manager.tables.committed[self.row]) if self.row >= 0 else self.parked.committed
+        return int(self.manager.tables.committed[self.row]) if self.row >= 0 else self.parked.committed
 
     @property
     def history(self) -> int:
-        return int(self._manager.tables.history[self.row]) if self.row >= 0 else self.parked.history
+        return int(self.manager.tables.history[self.row]) if self.row >= 0 else self.parked.history
 
     @property
     def capacity(self) -> int:
-        return int(self._manager.tables.capacity[self.row]) if self.row >= 0 else self.parked.capacity
+        return int(self.manager.tables.capacity[self.row]) if self.row >= 0 else self.parked.capacity
 
     @property
     def num_blocks(self) -> int:
-        return 0 if self.closed else ceil_div(self.capacity, self._manager.layout.tokens_per_block)
+        return 0 if self.closed else ceil_div(self.capacity, self.manager.layout.tokens_per_block)
 
     def slots(self, life_cycle: LifeCycleId) -> SlotList:
         """Slot of every block, -1 where there is no page. Shapes: [num_blocks]. Valid while: until the next change."""
         if self.state is SequenceState.ACTIVE:
-            return self._manager.tables.row(life_cycle, self.row)
+            return self.manager.tables.row(life_cycle, self.row)
         return self.parked.tables[life_cycle]
 
     def num_pages(self, life_cycle: LifeCycleId) -> int:
         """Slots that the sequence uses for a life cycle, borrowed and scratch ones included."""
-        scratch = len(self._manager.scratch.of(self.row, life_cycle)) if self.row >= 0 else 0
+        scratch = len(self.manager.scratch.of(self.row, life_cycle)) if self.row >= 0 else 0
         lent = sum(entry.life_cycle == life_cycle for entry in self.borrowed)
         return int((self.slots(life_cycle) >= 0).sum()) + lent + scratch
 
     @property
     def state_slot(self) -> int:
         """Slot of the recurrent state. Raises InvariantError when the sequence has none."""
-        recurrent = self._manager.layout.recurrent
+        recurrent = self.manager.layout.recurrent
         slots = self.slots(recurrent.id) if recurrent else np.empty(0, np.int32)
         present = slots[slots >= 0]
         if len(present) != 1:
@@ -156,13 +156,13 @@ class SequenceCache:
         Shapes: [num_blocks]. Valid while: until the next change.
         """
         self._require(SequenceState.ACTIVE)
-        group = self._manager.layout.life_cycles[life_cycle]
+        group = self.manager.layout.life_cycles[life_cycle]
         place = group.layer_ids.index(layer_id) if group.sub_pages > 1 else 0
         slots = self.slots(life_cycle).astype(np.int64)
         indices = np.where(slots >= 0, slots * group.sub_pages + place, NO_SLOT)
-        scratch = self._manager.scratch.of(self.row, life_cycle)
+        scratch = self.manager.scratch.of(self.row, life_cycle)
         if len(scratch):
-            first, last = self._manager.scratch.blocks(self.row, life_cycle)
+            first, last = self.manager.scratch.blocks(self.row, life_cycle)
             block = np.arange(last - first)
             inside = (block + place) % group.sub_pages
             indices[first:last] = scratch[block // group.sub_pages].astype(np.int64) * group.sub_pages + inside
@@ -171,11 +171,11 @@ class SequenceCache:
     def pages(self, num_tokens: int, *, skip_blocks: int = 0) -> BlockLists:
         """Slots and epochs of the blocks that hold the first `num_tokens` tokens, copied; skipped ones as absent."""
         self._require(SequenceState.ACTIVE)
-        blocks = ceil_div(num_tokens, self._manager.layout.tokens_per_block)
-        tables = tuple(self.slots(group.id)[:blocks].copy() for group in self._manager.layout.life_cycles)
+        blocks = ceil_div(num_tokens, self.manager.layout.tokens_per_block)
+        tables = tuple(self.slots(group.id)[:blocks].copy() for group in self.manager.layout.life_cycles)
         for table in tables:
             table[:skip_blocks] = NO_SLOT
-        return self._manager.with_epochs(tables)
+        return self.manager.with_epochs(tables)
 
     # ---- life
 
@@ -187,12 +187,12 @@ class SequenceCache:
                 the copies; nothing changed.
         """
         self._require(SequenceState.SUSPENDED)
-        self._manager.activate(self)
+        self.manager.activate(self)
 
     def suspend(self) -> None:
         """Become SUSPENDED: pages are kept, scratch pages and the row are not."""
         self._require(SequenceState.ACTIVE)
-        self._manager.park(self)
+        self.manager.park(self)
 
     def resize(self, *, capacity: int | None = None, history: int | None = None) -> None:
         """Move the cursors; pages come and go with them. Either everything changes or nothing.
@@ -207,7 +207,7 @@ class SequenceCache:
             CapacityError: not enough slots; nothing changed.
         """
         self._require(SequenceState.ACTIVE)
-        self._manager.resize_row(self.row, capacity=capacity, history=history)
+        self.manager.resize_row(self.row, capacity=capacity, history=history)
 
     def close(self) -> None:
         """Stop committing and give all pages and the reservation back. Pages that a hold keeps go later. Idempotent."""
@@ -220,7 +220,7 @@ class SequenceCache:
             self._publishing = Publishing.FINISHED
             self._leave_tip()
             self._leave_end()
-            self._manager.forget(self)
+            self.manager.forget(self)
             self.state = SequenceState.CLOSED
             self.parked = Parked(*self.parked[:3], tuple(np.empty(0, np.int32) for _ in self.parked.tables))
 
@@ -249,16 +249,16 @@ class SequenceCache:
                 f"capacity is {self.capacity}: commit what was computed"
             )
         history = max(end, self.history)
-        if self._manager.options.window_scratch:
-            self._manager.check_cursors(np.array([self.row]), np.array([history]), np.array([self.capacity]))
+        if self.manager.options.window_scratch:
+            self.manager.check_cursors(np.array([self.row]), np.array([history]), np.array([self.capacity]))
         if self._publishing is Publishing.ALLOWED:
             self._require_unwritten(end)
             self._publish(ids, end)
-        self._manager.tables.committed[self.row] = end
+        self.manager.tables.committed[self.row] = end
         if history > self.history:
             self.resize(history=history)
         if snapshot and not len(self._pending) and self._tip != NO_NODE:
-            self._publish_snapshot(self._tip, self._manager.layout.tokens_per_block)
+            self._publish_snapshot(self._tip, self.manager.layout.tokens_per_block)
 
     def stop_committing(self) -> None:
         """Publish the last block although it is not full, and the recurrent state. Later commits move cursors only.
@@ -273,8 +273,8 @@ class SequenceCache:
             self._publish_end()
         self._publishing = Publishing.FINISHED
         went_on = self._end != NO_NODE and self.committed > self.reused_tokens
-        if went_on and self._manager.options.commit_policy == "per_conversation":
-            self._manager.published.drops.take_turn(self._earlier_turn, self._end, self.plan_drop())
+        if went_on and self.manager.options.commit_policy == "per_conversation":
+            self.manager.published.drops.take_turn(self._earlier_turn, self._end, self.plan_drop())
         self._leave_tip()
 
     def plan_drop(self) -> DropPlan:
@@ -287,13 +287,13 @@ class SequenceCache:
             raise LocalProtocolError(
                 f"sequence {self.request_id} has published nothing, or is closed: plan before closing"
             )
-        return self._manager.published.drops.plan(end, self.committed)
+        return self.manager.published.drops.plan(end, self.committed)
 
     # ---- private
 
     def _require_unwritten(self, end: int) -> None:
-        p = self._manager.layout.tokens_per_block
-        written = self._manager.written(self, self.committed // p, ceil_div(end, p)) if end > self.committed else []
+        p = self.manager.layout.tokens_per_block
+        written = self.manager.written(self, self.committed // p, ceil_div(end, p)) if end > self.committed else []
         if written:
             raise LocalProtocolError(
                 f"sequence {self.request_id} commits tokens [{self.committed}, {end}) while a transfer writes into "
@@ -308,12 +308,12 @@ class SequenceCache:
 
     def _publish(self, ids: npt.NDArray[np.uint32], end: int) -> None:
         """Publish the blocks that are full now. `end` is the committed length after this."""
-        p = self._manager.layout.tokens_per_block
+        p = self.manager.layout.tokens_per_block
         tokens = np.concatenate([self._pending, ids]) if len(self._pending) else ids
         num_full = len(tokens) // p
         if num_full and self._has_parent():
-            published, first = self._manager.published, (end - len(tokens)) // p
-            slots = self._manager.publishable(self, first, first + num_full, end)
+            published, first = self.manager.published, (end - len(tokens)) // p
+            slots = self.manager.publishable(self, first, first + num_full, end)
             blocks = tokens[: num_full * p]
             keys = self._keys(first, blocks)
             result = published.publish_blocks(self._tip, keys, blocks.reshape(-1, p), slots, self._priority_of)
@@ -322,17 +322,17 @@ class SequenceCache:
 
     def _keys(self, first: int, blocks: npt.NDArray[np.uint32]) -> list[BlockKey]:
         """Names of full blocks from ordinal `first` on; those of the prompt that was looked up are known already."""
-        p, last = self._manager.layout.tokens_per_block, first + len(blocks) // self._manager.layout.tokens_per_block
+        p, last = self.manager.layout.tokens_per_block, first + len(blocks) // self.manager.layout.tokens_per_block
         self._follows_prompt = self._follows_prompt and self._prompt.names(first, blocks)
         keys: list[BlockKey] = []
         if self._follows_prompt and self._prompt.num_blocks > first:
             keys = self._prompt.keys(first, min(last, self._prompt.num_blocks))
-        parent = keys[-1] if keys else self._manager.published.tree.key(self._tip)
+        parent = keys[-1] if keys else self.manager.published.tree.key(self._tip)
         return keys + chain(parent, blocks[len(keys) * p :], p)
 
     def _has_parent(self) -> bool:
         """Make sure that there is a node to publish below; without one, publishing stops."""
-        tree = self._manager.published.tree
+        tree = self.manager.published.tree
         if self._tip == NO_NODE:
             self._tip = tree.open_root(self._scope)
             tree.refer(self._tip)
@@ -345,10 +345,10 @@ class SequenceCache:
             self._publishing = Publishing.STOPPED
             return
         tip, slots = result
-        self._manager.published.tree.refer(tip)
-        self._manager.published.tree.unrefer(self._tip)
+        self.manager.published.tree.refer(tip)
+        self.manager.published.tree.unrefer(self._tip)
         self._tip = tip
-        for table, after in zip(self._manager.tables.tables, slots, strict=True):
+        for table, after in zip(self.manager.tables.tables, slots, strict=True):
             published = after >= 0  # what is not worth publishing keeps its page as well
             table[self.row, first : first + num_blocks][published] = after[published]
 
@@ -358,22 +358,22 @@ class SequenceCache:
         With room for tokens beyond the history a step may be under way that has moved the state on.
         """
         self._leave_end()  # of a call that failed
-        ordinal = self.committed // self._manager.layout.tokens_per_block
-        partial = len(self._pending) and self._manager.rules.partial_blocks
-        if partial and not self._manager.written(self, ordinal, ordinal + 1) and self._has_parent():
-            slots = self._manager.publishable(self, ordinal, ordinal + 1, self.committed)
-            self._end = self._manager.published.publish_partial(
+        ordinal = self.committed // self.manager.layout.tokens_per_block
+        partial = len(self._pending) and self.manager.rules.partial_blocks
+        if partial and not self.manager.written(self, ordinal, ordinal + 1) and self._has_parent():
+            slots = self.manager.publishable(self, ordinal, ordinal + 1, self.committed)
+            self._end = self.manager.published.publish_partial(
                 self._tip, self._pending, [int(table[0]) for table in slots], self._priority_of
             )
             position = len(self._pending)
         else:
             self._end = NO_NODE if len(self._pending) else self._tip
-            position = self._manager.layout.tokens_per_block
+            position = self.manager.layout.tokens_per_block
         if self._end != NO_NODE:
-            self._manager.published.tree.refer(self._end)
+            self.manager.published.tree.refer(self._end)
             if self.capacity == self.history:
                 self._publish_snapshot(self._end, position)
-            if not self._manager.published.tree.alive(self._end):
+            if not self.manager.published.tree.alive(self._end):
                 self._leave_end()
 
     def _publish_snapshot(self, node: int, position_in_block: int) -> None:
@@ -386,16 +386,16 @@ class SequenceCache:
             and self.reused_tokens < self.committed == self.history
             and self._publishing is Publishing.ALLOWED
         ):
-            self._manager.publish_snapshot(self, node, position_in_block, self._priority_of)
+            self.manager.publish_snapshot(self, node, position_in_block, self._priority_of)
 
     def _leave_tip(self) -> None:
         if self._tip != NO_NODE:
-            self._manager.published.tree.unrefer(self._tip)
+            self.manager.published.tree.unrefer(self._tip)
             self._tip = NO_NODE
 
     def _leave_end(self) -> None:
         if self._end != NO_NODE:
-            self._manager.published.tree.unrefer(self._end)
+            self.manager.published.tree.unrefer(self._end)
             self._end = NO_NODE
 
     def _priority_of(self, ordinals: npt.NDArray[np.int32], life_cycle: LifeCycleId) -> npt.NDArray[np.int16]:

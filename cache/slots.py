@@ -46,12 +46,12 @@ class SlotAllocator:
     Concurrency: one thread.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, first_epoch: int = 0) -> None:
         self._is_free = np.ones(num_slots, np.bool_)
         self._users = np.zeros(num_slots, np.int32)
         self._readers = np.zeros(num_slots, np.int32)
         self._writers = np.zeros(num_slots, np.int32)
-        self._epochs = np.zeros(num_slots, np.uint32)
+        self._epochs = np.full(num_slots, first_epoch, np.uint32)
         self._nodes = np.full(num_slots, NO_NODE, np.int32)
         self._life_cycles = np.zeros(num_slots, np.int16)
         self._coverage = np.zeros(num_slots, np.int32)

@@ -30,6 +30,8 @@ class StaticKVCacheManager(KVCacheManager):
         *,
         options: PoolOptions = DEFAULT_OPTIONS,
     ) -> None:
+        if len(layout.pool_groups) != len(layout.life_cycles):
+            raise ConfigError("life cycles share a pool in this layout: V1 pools are laid out by build_static_layout")
         windowed = [str(group.life_cycle) for group in layout.life_cycles if group.life_cycle.window is not None]
         if windowed and options.commit_policy in ("per_request", "per_conversation"):
             raise ConfigError(

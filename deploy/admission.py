@@ -99,8 +99,8 @@ class Admission:
         left = [usage.num_slots - slots for usage, slots in zip(self._manager.usage(), lost, strict=True)]
         if any(slots > room for slots, room in zip(need, left, strict=True)):
             raise CapacityError(
-                f"needs {list(need)} slots per pool group, {left} are left beside {list(lost)} in quarantine: restart "
-                "the worker, or shorten the request",
+                f"request {request.request_id} needs {list(need)} slots per pool group, {left} are left beside "
+                f"{list(lost)} in quarantine: restart the worker, or shorten the request",
                 requested=need,
                 available=left,
                 permanent=True,

@@ -68,7 +68,9 @@ def _upper(value: object) -> object:
 
 
 def _numbers(value: object) -> object:
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    return [value] if isinstance(value, (int, float)) else value
 
 
 Manager = Annotated[Literal["V1", "V2"], BeforeValidator(_upper)]
@@ -108,7 +110,7 @@ class PoolConfig(_Config):
         default="all_reusable", description="what requests leave in the pools for later ones"
     )
     max_util_for_resume: float = Field(
-        default=1.0, gt=0, le=1, description="share of a pool group that others may hold when a request starts"
+        default=1.0, ge=0.01, le=1, description="share of a pool group that others may hold when a request starts"
     )
     max_sequences: NumRequests | None = Field(
         default=None, description="requests that may have pages at one time, whatever the memory; no limit when not set"

@@ -1,15 +1,18 @@
 """Calls that cannot be: refused with the numbers, and nothing has changed."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvferry.cache.admission import PoolOptions
 from kvferry.cache.block_keys import ReuseScope
 from kvferry.cache.errors import CapacityError, ConfigError, LocalProtocolError
 from kvferry.cache.ids import LifeCycleId
 from kvferry.cache.manager import KVCacheManager
+from kvferry.cache.reservation import reserved_slots
 from kvferry.cache.sequence import SequenceCache
 from tests.cache.serving import books, free, manager_of, started
 from tests.cache.specs import attention
@@ -32,7 +35,7 @@ def running() -> tuple[KVCacheManager, SequenceCache]:
         (lambda s: s.resize(history=7), ConfigError, "history 8 cannot decrease to 7"),
         (lambda s: s.resize(capacity=7), ConfigError, "capacity 7 is below history 8"),
         (lambda s: s.resize(history=13), ConfigError, "capacity 12 is below history 13"),
-        (lambda s: s.resize(capacity=-4), ConfigError, "capacity -4 is below history 8"),
+        (lambda s: s.resize(capacity=-4), ConfigError, "capacity is -4"),
         (lambda s: s.resize(capacity=4000), CapacityError, "new slots per pool group"),
         (lambda s: s.commit([1] * 7), ConfigError, "commit of 7 tokens, but 6 are committed and capacity is 12"),
         (lambda s: s.commit([-1]), ConfigError, "token ids -1"),
@@ -156,3 +159,32 @@ def test_priority_function_that_answers_nonsense_makes_the_commit_fail_and_chang
 def test_scopes_of_more_than_64_bits_are_refused() -> None:
     with pytest.raises(ConfigError, match="64 bits"):
         manager_of(attention()).create_sequence("a", scope=ReuseScope(salt=1 << 64))
+
+
+@pytest.mark.parametrize("capacity", [42.5, math.nan, -4, 2**40, 2**70, "5"])
+def test_capacity_that_is_no_number_of_tokens_is_refused(capacity: Any) -> None:
+    sequence = started(manager_of(attention()))
+    sequence.resize(capacity=8)
+    with pytest.raises(ConfigError, match="capacity is "):
+        sequence.resize(capacity=capacity)
+    assert sequence.capacity == 8
+
+
+@pytest.mark.parametrize("slots", [(1.5,), (-1,), ("1",), (1, 1)])
+def test_slots_that_are_no_counts_are_refused(slots: Any) -> None:
+    manager = manager_of(attention())
+    for ask in (manager.fits_ever, manager.can_admit, lambda slots: manager.create_sequence("s", slots)):
+        with pytest.raises(ConfigError, match="slots"):
+            ask(slots)
+    assert not manager.sequences
+
+
+@pytest.mark.parametrize("option", [{"window_scratch": "off"}, {"max_sequences": 1.5}, {"max_rewind_tokens": "3"}])
+def test_options_of_another_type_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        PoolOptions(**option)
+
+
+def test_reservation_for_no_number_of_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="total_tokens is -5"):
+        reserved_slots(manager_of(attention()).layout, -5, 1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from kvferry.cache.errors import CapacityError, LocalProtocolError
@@ -113,11 +114,13 @@ def test_page_that_is_read_is_not_written_as_well() -> None:
 
 def test_pages_carry_the_epoch_of_this_life() -> None:
     manager = manager_of(attention(), slots=2)
-    for life in (1, 2):
+    lives = []
+    for _ in range(2):
         sequence = started(manager)
         sequence.resize(capacity=5)
-        assert [epochs.tolist() for epochs in sequence.pages(5).epochs] == [[life, life]]
+        lives.append(sequence.pages(5).epochs[0].tolist())
         sequence.close()
+    assert lives[1] == [epoch + 1 for epoch in lives[0]]
 
 
 def test_hold_of_pages_that_were_handed_out_again_is_refused() -> None:
@@ -176,3 +179,16 @@ def test_page_that_a_transfer_writes_is_given_to_no_other(access: Access) -> Non
     manager.release(hold)
     manager.hold(sequence.pages(8), access)
     manager.check_integrity()
+
+
+def test_pages_of_a_manager_beside_this_one_are_refused() -> None:
+    """A draft model's pools, say: equally young, and with the same slots in use."""
+    managers = [manager_of(attention()) for _ in range(2)]
+    sequences = [started(manager) for manager in managers]
+    for sequence in sequences:
+        sequence.resize(capacity=8)
+    with pytest.raises(LocalProtocolError, match="is not of these pools"):
+        managers[0].hold(sequences[1].pages(8), Access.READ)
+    with pytest.raises(LocalProtocolError, match=r"sequences \['s'\] are not active here"):
+        managers[0].resize_many([sequences[1]], capacity=np.array([12]))
+    assert [sequence.capacity for sequence in sequences] == [8, 8]

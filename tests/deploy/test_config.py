@@ -385,7 +385,7 @@ def test_pools_not_configured_are_v2_with_reuse_and_without_limits() -> None:
         ("pools.manager", "v3", "must be 'V1' or 'V2'"),
         ("pools.manager", 2, "must be 'V1' or 'V2'"),
         ("pools.commit_policy", "some", "must be 'off', 'all_reusable', 'per_request' or 'per_conversation'"),
-        ("pools.max_util_for_resume", "0", "must be greater than 0"),
+        ("pools.max_util_for_resume", "0", "must be greater than or equal to 0.01"),
         ("pools.max_util_for_resume", "1.5", "must be less than or equal to 1"),
         ("pools.max_util_for_resume", "nan", "must be less than or equal to 1"),
         ("pools.max_sequences", "0", "must be greater than or equal to 1"),
