@@ -30,7 +30,7 @@ class KvferryPool(Pool):
         self._manager = KVCacheManager(layout_of(shape), (shape.num_blocks,), "meta", options=options)
         self._count = 0
         self._running: list[SequenceCache] = []
-        self._history = np.zeros(0, np.int64)
+        self._history = self._rows = np.zeros(0, np.int64)
 
     def prompt(self, token_ids: Tokens) -> Any:
         return token_ids.tolist() if self._from_lists else as_token_ids(token_ids)
@@ -68,10 +68,11 @@ class KvferryPool(Pool):
             sequence.commit(prompt)
             self._running.append(sequence)
         self._history = np.array([sequence.capacity for sequence in self._running], np.int64)
+        self._rows = np.array([sequence.row for sequence in self._running], np.int64)
 
     def step(self) -> float:
         start = clock_s()
-        self._manager.resize_many(self._running, capacity=self._history + 1, history=self._history)
+        self._manager.resize_rows(self._rows, capacity=self._history + 1, history=self._history)
         self._history += 1
         if self._shape.publish:
             self._publish_filled()

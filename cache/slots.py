@@ -18,8 +18,8 @@ from kvferry.cache.eviction import EvictionQueue
 SlotIds = npt.NDArray[np.int32]
 
 NO_NODE = -1
-_SCAN = 4096
-"""Slots that one look for free ones reads."""
+_FIRST_SCAN = 4096
+"""Slots that the first look for free ones reads; each further look reads four times as many."""
 
 
 class Publication(NamedTuple):
@@ -251,13 +251,13 @@ class SlotAllocator:
 
     def _lowest(self, count: int) -> SlotIds:
         found: list[SlotIds] = []
-        start, missing = self._lowest_free, count
+        start, missing, size = self._lowest_free, count, _FIRST_SCAN
         while missing:
-            window = self._is_free[start : start + _SCAN]
+            window = self._is_free[start : start + size]
             ids = (np.flatnonzero(window)[:missing] + start).astype(np.int32)
             found.append(ids)
             missing -= len(ids)
-            start += _SCAN
+            start, size = start + size, 4 * size
         ids = np.concatenate(found) if len(found) > 1 else found[0]
         self._lowest_free = int(ids[-1]) + 1
         return ids
