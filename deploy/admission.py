@@ -65,21 +65,24 @@ class Admission:
         request.started_at = now
         return True
 
-    def stalled(self, waiting: Sequence[Request], now: float, *, busy: bool) -> CapacityError | None:
+    def stalled(
+        self, waiting: Sequence[Request], now: float, *, busy: bool, forbidden: str = ""
+    ) -> CapacityError | None:
         """The error of the requests that wait for room, once nothing has happened for too long that could make any.
 
         Args:
             busy: something is under way that will give pages back.
+            forbidden: why nothing is admitted at all; empty while that is not so.
         """
         books = tuple(usage.free + usage.cached for usage in self._manager.usage()) if waiting else ()
         seconds = self._stall.stalled_seconds(now, books, waiting=bool(waiting) and not busy)
         if seconds is None:
             return None
         verdict = self._manager.can_admit(self._need(waiting[0]))
-        story = verdict.reason or "is not resumed: max_util_for_resume forbids it"
+        story = f"it {verdict.reason or 'is not resumed: max_util_for_resume forbids it'}"
         return CapacityError(
-            f"request {waiting[0].request_id} has waited {seconds:.1f} s and nothing moves: it {story}; nothing under "
-            "way will change that: restart the worker",
+            f"request {waiting[0].request_id} has waited {seconds:.1f} s and nothing moves: {forbidden or story}; "
+            "nothing under way will change that: restart the worker",
             requested=verdict.requested,
             available=verdict.available,
         )

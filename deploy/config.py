@@ -29,7 +29,7 @@ from kvferry.cache.admission import CommitPolicy
 from kvferry.cache.errors import ConfigError
 from kvferry.cache.layout import SlotOrder
 from kvferry.transfer.control.addresses import Address, AddressError, checked_address
-from kvferry.transfer.types import Role
+from kvferry.transfer.types import Direction, Role
 
 _MIB = 1 << 20
 _MAX_FILE_BYTES = _MIB
@@ -130,13 +130,41 @@ class TransferConfig(_Config):
         default=60.0, description="seconds from the grant of a transfer's pages to the end of the transfer"
     )
     hold_seconds: Seconds = Field(
-        default=120.0, description="seconds a finished prompt may wait for a grant before its pages are released"
+        default=120.0,
+        description="seconds a finished prompt is kept without a sign of life of the worker that is to receive it",
+    )
+    lease_seconds: float = Field(
+        default=10.0,
+        ge=0.5,
+        le=300,
+        description="seconds without a sign of life of the other side after which a transfer fails",
+    )
+    direction: Direction = Field(
+        default=Direction.PUSH,
+        description="who drives the wire when this worker receives: push, the sender writes; pull, this worker reads",
     )
     slice_bytes: ByteSize = Field(
         default=ByteSize(8 * _MIB), ge=_MIB, le=64 * _MIB, description="bytes handed to the transport in one post"
     )
     max_held_transfers: NumRequests = Field(
         default=64, description="finished prompts whose pages may wait for, or be in, a transfer out at one time"
+    )
+    max_held_bytes: ByteSize = Field(
+        default=ByteSize(0),
+        ge=0,
+        description="bytes of the pages of such prompts together before prefill pauses; 0: no limit but their number",
+    )
+    max_receiving_bytes: ByteSize = Field(
+        default=ByteSize(0),
+        ge=0,
+        description="bytes of the pages granted to transfers in at one time, a larger request alone; 0: no limit",
+    )
+    quarantine_limit: float = Field(
+        default=0.25,
+        gt=0,
+        le=1,
+        description="share of each pool group that may be in quarantine; above it the worker admits nothing new and "
+        "does not serve, until proof brings pages back",
     )
 
 
@@ -200,6 +228,11 @@ class FrontendConfig(_Config):
     )
     max_inflight_requests: NumRequests = Field(
         default=256, description="requests being answered at one time before one is refused"
+    )
+    schedule: Literal["context_first", "generation_first"] = Field(
+        default="context_first",
+        description="context_first: decode is asked once the prompt is computed; generation_first: both at the same "
+        "time, so that the pages are granted by then",
     )
 
     @model_validator(mode="after")

@@ -7,12 +7,11 @@ then one decode step of every running request, each alone so that its tokens do 
 import logging
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -27,7 +26,6 @@ from kvferry.cache.errors import (
     KVError,
     TransferCancelled,
     TransferError,
-    TransportError,
     Unavailable,
 )
 from kvferry.cache.lifecycle import ceil_div
@@ -35,21 +33,25 @@ from kvferry.cache.protocol import CacheManager
 from kvferry.cache.sequence import SequenceCache
 from kvferry.deploy.admission import Admission
 from kvferry.deploy.inbox import Inbox
+from kvferry.deploy.loop_settings import LoopSettings
+from kvferry.deploy.quarantine import QuarantineBound
 from kvferry.deploy.request_checks import check_request, outside_vocabulary
 from kvferry.deploy.requests import Request
+from kvferry.deploy.transfers import Transfers
 from kvferry.transfer.calls import answer
 from kvferry.transfer.engines.base import Engine
 from kvferry.transfer.engines.sampling import finish_reason, sample
 from kvferry.transfer.engines.text import IncrementalText
 from kvferry.transfer.inference import GenerateSummary, PrefillReply, TokenChunk
 from kvferry.transfer.outcomes import TransferOutcome
-from kvferry.transfer.session import Side
 from kvferry.transfer.transceiver import Transceiver
-from kvferry.transfer.types import AuxRecord, PromptId, TransferKey, Usage, WorkerId
+from kvferry.transfer.types import AuxRecord, TransferKey, Usage, WorkerId
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.05
+OK = "ok"
+"""The condition of a worker that takes requests."""
 
 
 @contextmanager
@@ -66,33 +68,14 @@ def _library(doing: str) -> Iterator[None]:
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class LoopSettings:
-    """Bounds of one engine loop.
-
-    Attributes:
-        max_waiting: requests that may wait for their turn; more are refused.
-        max_running: requests that decode at once.
-        max_held: finished prompts that may wait for, or be in, a transfer out; prefill pauses at the bound.
-        hold_seconds: how long a finished prompt may wait for its grant; its request's deadline may come first.
-        stall_seconds: how long a request may wait for room while nothing is under way that could make any.
-    """
-
-    prefill_chunk_tokens: int
-    max_seq_len_tokens: int
-    max_waiting: int
-    max_running: int
-    max_held: int
-    transfer_timeout_seconds: float
-    hold_seconds: float
-    stall_seconds: float = 10.0
-
-
 class EngineLoop:
     """Runs one engine over one manager and one transceiver.
 
+    Attributes:
+        condition: "ok", or why no new request is admitted now.
+
     Concurrency: `submit`, `call` and `wake` from any thread; the rest happens on the loop's own thread, which is the
-    manager's and the engine's.
+    manager's and the engine's. `condition` may be read from any thread.
     """
 
     def __init__(
@@ -110,24 +93,37 @@ class EngineLoop:
         self._clock = clock
         self._inbox = Inbox(settings.max_waiting + 64)
         self._stopping = False
-        self._transceiver: Transceiver | None = None
+        self.condition = OK
+        self._transfers: Transfers | None = None
         self._on_failure: Callable[[], None] = lambda: None
+        self._on_condition: Callable[[], None] = lambda: None
         self._requests: set[Request] = set()
         self._to_prefill: deque[Request] = deque()
         self._to_receive: deque[Request] = deque()
-        self._receiving: dict[TransferKey, Request] = {}
         self._running: list[Request] = []
         self._admission = Admission(
             manager, settings.prefill_chunk_tokens, settings.stall_seconds, lambda: self._required().quarantined_slots()
         )
+        self._quarantine = QuarantineBound(manager, settings.quarantine_limit)
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
 
     # ---- any thread
 
-    def start(self, transceiver: Transceiver, on_failure: Callable[[], None]) -> None:
-        """Begin. `on_failure` is called, on the loop's thread, when it ends by an error."""
-        self._transceiver = transceiver
+    def start(
+        self,
+        transceiver: Transceiver,
+        on_failure: Callable[[], None],
+        on_condition: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            on_failure: called, on the loop's thread, when it ends by an error.
+            on_condition: called there, with or without requests, when `condition` changed.
+        """
+        self._transfers = Transfers(transceiver, self._manager, self._settings, self._clock)
         self._on_failure = on_failure
+        self._on_condition = on_condition
         self._thread.start()
 
     def wake(self) -> None:
@@ -139,7 +135,10 @@ class EngineLoop:
         self._inbox.put(lambda: self._arrive(request))
 
     def cancel(self, key: TransferKey, reason: str) -> None:
-        """Stop an attempt offered or received here; unknown keys change nothing."""
+        """Stop an attempt offered or received here, and the request it is part of.
+
+        An unknown key is remembered for a while by the transceiver, in case its attempt has yet to arrive.
+        """
         self._inbox.put(lambda: self._cancel(key, reason))
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
@@ -187,8 +186,9 @@ class EngineLoop:
     def _turn(self) -> bool:
         """One turn. Returns whether there is more to do at once."""
         self._inbox.run()
-        for outcome in self._required().poll():
-            self._hear(outcome)
+        for request, outcome in self._required().hear():
+            self._hear(request, outcome)
+        self._look_at_quarantine()
         failure = self._required().failure
         if failure is not None:
             raise failure
@@ -211,9 +211,21 @@ class EngineLoop:
                 available=(0,),
             )
 
-    def _required(self) -> Transceiver:
-        assert self._transceiver is not None, "start() gives the loop its transceiver"
-        return self._transceiver
+    def _look_at_quarantine(self) -> None:
+        """Say when the worker ceases or begins again to take requests; nobody has to send one for that."""
+        condition = self._quarantine.story(self._required().quarantined_slots()) or OK
+        if condition != self.condition:
+            log.log(logging.INFO if condition == OK else logging.ERROR, "condition: %s", condition)
+            self.condition = condition
+            self._on_condition()
+
+    def _check_condition(self) -> None:
+        if self.condition != OK:
+            raise self._quarantine.refusal(self.condition)
+
+    def _required(self) -> Transfers:
+        assert self._transfers is not None, "start() gives the loop its transceiver"
+        return self._transfers
 
     def _guard(self, request: Request, step: Callable[[Request], None]) -> None:
         """Run one step of one request; its own failure ends that request only.
@@ -235,9 +247,12 @@ class EngineLoop:
         self._guard(request, self._check_and_queue)
 
     def _check_and_queue(self, request: Request) -> None:
+        # First, so that whoever waits at the other end hears of a refusal too.
+        self._required().open(request)
         check_request(request, self._engine, self._settings.max_seq_len_tokens)
         self._admission.check_fits_ever(request)
         self._check_line()
+        self._check_condition()
         self._requests.add(request)
         (self._to_receive if request.decode else self._to_prefill).append(request)
 
@@ -246,8 +261,10 @@ class EngineLoop:
 
     def _admit_receives(self) -> None:
         """First come, first served: a request that does not fit now blocks those behind it."""
-        while self._to_receive and len(self._running) + len(self._receiving) < self._settings.max_running:
-            request = self._to_receive[0]
+        seats = self._settings.max_running - len(self._running) - self._required().num_granted
+        if not self._to_receive or seats <= 0 or self.condition != OK:
+            return
+        for request in self._required().receivable(islice(tuple(self._to_receive), seats)):
             self._guard(request, self._receive)
             if request.sequence is None and request in self._requests:
                 return
@@ -256,29 +273,12 @@ class EngineLoop:
 
     def _receive(self, request: Request) -> None:
         """Admit the first in line and grant its pages; it stays in line while there are not enough."""
-        if not self._admit(request):
-            return
-        self._to_receive.remove(request)
-        assert request.decode is not None
-        sequence = request.sequence
-        assert sequence is not None
-        tokens = len(request.prompt)
-        start = cursors.decode_start(sequence.capacity, tokens)
-        sequence.resize(capacity=start.capacity, history=start.history)
-        timeout = min(self._settings.transfer_timeout_seconds, request.deadline - self._clock())
-        pages = sequence.pages(tokens, skip_blocks=sequence.reused_tokens // self._manager.layout.tokens_per_block)
-        prompt = PromptId.of(request.prompt)
-        self._required().request(request.decode.key, request.decode.sender, pages, prompt, max(timeout, 0.001))
-        self._receiving[request.decode.key] = request
+        if self._admit(request):
+            self._to_receive.remove(request)
+            self._required().grant(request)
 
-    def _hear(self, outcome: TransferOutcome) -> None:
-        if outcome.side is Side.SENDER:
-            if outcome.error is not None:
-                log.warning("%s", outcome.error)
-            return
-        request = self._receiving.pop(outcome.key, None)
-        if request is not None:
-            self._guard(request, lambda request: self._take_over(request, outcome))
+    def _hear(self, request: Request, outcome: TransferOutcome) -> None:
+        self._guard(request, lambda request: self._take_over(request, outcome))
 
     def _take_over(self, request: Request, outcome: TransferOutcome) -> None:
         if outcome.error is not None:
@@ -297,14 +297,8 @@ class EngineLoop:
         self._begin(request, list(outcome.aux.first_tokens), list(outcome.aux.first_logprobs))
 
     def _offer(self, request: Request, token: int, logprob: float) -> None:
-        assert request.sequence is not None
-        key = TransferKey(uuid.uuid4().hex, 1)
-        tokens = len(request.prompt)
-        aux = AuxRecord((token,), (logprob,), Usage(tokens, request.reused_tokens))
-        timeout = min(self._settings.hold_seconds, request.deadline - self._clock())
-        self._required().offer(
-            key, request.sequence.pages(tokens), PromptId.of(request.prompt), aux, max(timeout, 0.001)
-        )
+        aux = AuxRecord((token,), (logprob,), Usage(len(request.prompt), request.reused_tokens))
+        key = self._required().offer(request, aux)
         timings = request.timings()
         reply = PrefillReply(
             key,
@@ -312,6 +306,7 @@ class EngineLoop:
             request.prompt,
             timings.queue_seconds,
             timings.prefill_seconds,
+            self._settings.hold_seconds,
             request.reused_tokens,
         )
         request.sink.put(reply)
@@ -328,7 +323,9 @@ class EngineLoop:
         return request.sequence is not None or request not in self._requests
 
     def _may_start(self, request: Request) -> bool:
-        if request.hand_over and self._required().num_sending >= self._settings.max_held:
+        if self.condition != OK:
+            return False
+        if request.hand_over and not self._required().may_hold(request):
             return False
         if not request.hand_over and len(self._running) >= self._settings.max_running:
             return False
@@ -434,20 +431,17 @@ class EngineLoop:
 
     def _drop_ended(self) -> None:
         now = self._clock()
-        for request in [*self._to_prefill, *self._to_receive, *self._receiving.values(), *self._running]:
+        for request in tuple(self._requests):
             if request.cancelled.is_set():
                 self._end(request, self._cancellation(request))
             elif now >= request.deadline:
                 waited = now - request.arrived_at
                 self._end(request, DeadlineExceeded(f"not finished after {waited:.1f} s", peer=str(self._worker)))
 
-    def _cancellation(self, request: Request) -> KVError:
-        if request.decode is None:
-            return TransferCancelled("the caller went away", transfer_id="", peer="", phase="prefill")
-        call = request.decode
-        return TransferCancelled(
-            "the caller went away", transfer_id=call.key.transfer_id, peer=str(call.sender), phase="decode"
-        )
+    def _cancellation(self, request: Request, reason: str = "the caller went away") -> KVError:
+        transfer_id = request.key.transfer_id if request.key else ""
+        peer, phase = (str(request.decode.sender), "decode") if request.decode else ("", "prefill")
+        return TransferCancelled(reason, transfer_id=transfer_id, peer=peer, phase=phase)
 
     def _end(self, request: Request, error: KVError | None) -> None:
         """Forget a request, give its pages back and tell its sink. Pages under transfer stay held until quiet."""
@@ -460,9 +454,7 @@ class EngineLoop:
                 self._leave(request, request.sequence, complete=error is None)
         finally:
             request.sink.finish(error)
-            if request.key is not None and self._receiving.get(request.key) is request:
-                del self._receiving[request.key]
-                self._cancel(request.key, str(error))
+            self._required().end(request, str(error))
 
     def _leave(self, request: Request, sequence: SequenceCache, *, complete: bool) -> None:
         """Close a sequence. Where the policy leaves publishing to the end, a complete request publishes now."""
@@ -472,27 +464,28 @@ class EngineLoop:
 
     def _end_stalled(self) -> None:
         """End the requests at the head of the lines when they wait for room that nothing under way can make."""
-        transceiver = self._required()
         heads = [line[0] for line in (self._to_prefill, self._to_receive) if line and line[0].sequence is None]
-        moving = transceiver.num_sending + transceiver.num_receiving
-        busy = moving > 0 or any(request.sequence is not None for request in self._requests)
-        error = self._admission.stalled(heads, self._clock(), busy=busy)
+        computing = any(request.sequence is not None for request in self._requests)
+        busy = computing or self._required().num_moving > 0
+        forbidden = "" if self.condition == OK else self.condition
+        error = self._admission.stalled(heads, self._clock(), busy=busy, forbidden=forbidden)
         if error is not None:
             log.error("%s", error)
             for request in heads:
                 self._end(request, error)
 
     def _cancel(self, key: TransferKey, reason: str) -> None:
-        try:
+        request = next((request for request in self._requests if request.key == key), None)
+        if request is not None:
+            self._end(request, self._cancellation(request, reason))
+        else:
             self._required().cancel(key, reason)
-        except (TransportError, CapacityError) as error:
-            log.warning("transfer %s was not cancelled: %s", key, error)
 
     def _fail_all(self, error: KVError) -> None:
         """Tell every request, also those still in the inbox, that the loop is gone. Pages are not touched any more."""
         self._inbox.run()
         left = tuple(self._requests)
-        for line in (self._requests, self._to_prefill, self._to_receive, self._receiving, self._running):
+        for line in (self._requests, self._to_prefill, self._to_receive, self._running):
             line.clear()
         for request in left:
             request.sink.finish(error)

@@ -21,6 +21,7 @@ from kvferry.cache.errors import (
 )
 from kvferry.deploy.config import FrontendConfig
 from kvferry.deploy.process import EXIT_OK, write_endpoint
+from kvferry.deploy.side_by_side import side_by_side, with_prefill
 from kvferry.transfer.control.background import background, end
 from kvferry.transfer.control.client import InferenceClient
 from kvferry.transfer.control.directory import Directory
@@ -159,6 +160,7 @@ class Frontend:
         )
         self._server = ControlServer(config.listen, directory=self._directory, inference=self)
         self._router = Router()
+        self._schedules = {"context_first": self._context_first, "generation_first": self._generation_first}
         self._clients: dict[WorkerId, InferenceClient] = {}
         self._inflight = 0
         self._idle = asyncio.Event()
@@ -206,6 +208,9 @@ class Frontend:
     async def cancel(self, key: TransferKey, reason: str) -> None:
         raise ConfigError("a frontend holds no transfers: end the Generate call instead")
 
+    async def tokenize(self, prompt: str, chat: bool) -> tuple[int, ...]:
+        raise ConfigError("a frontend has no model: ask a worker")
+
     # ---- private
 
     def _checked(self, call: GenerateCall) -> GenerateCall:
@@ -217,6 +222,8 @@ class Frontend:
             )
         if (call.prompt is None) == (call.prompt_token_ids is None):
             raise ConfigError("give either a prompt or prompt_token_ids")
+        if call.key is not None:
+            raise ConfigError(f"transfer {call.key} is named, but keys are made by the frontend: leave it out")
         if not (call.prompt or call.prompt_token_ids):
             raise ConfigError("the prompt is empty: give at least one token")
         timeout = min(call.timeout_seconds, self._config.max_request_timeout_seconds)
@@ -230,7 +237,7 @@ class Frontend:
             route = self._router.pick(self._directory.snapshot.members, tried)
             tried.add(route.ends)
             log.info("request %s: prefill %s, decode %s", call.request_id, route.prefill.worker, route.decode.worker)
-            remaining = replace(call, timeout_seconds=max(0.001, deadline - time.monotonic()))
+            remaining = replace(call, timeout_seconds=_seconds_until(deadline))
             try:
                 async with aclosing(self._over(route, remaining)) as events:
                     async for event in events:
@@ -247,7 +254,7 @@ class Frontend:
     async def _over(self, route: Route, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
         self._router.start(route)
         try:
-            run = self._aggregated if route.aggregated else self._disaggregated
+            run = self._aggregated if route.aggregated else self._schedules[self._config.schedule]
             async with aclosing(run(call, route)) as events:
                 async for event in events:
                     yield event
@@ -260,20 +267,51 @@ class Frontend:
                 async for event in events:
                     yield event
 
-    async def _disaggregated(self, call: GenerateCall, route: Route) -> AsyncGenerator[GenerateEvent, None]:
+    async def _context_first(self, call: GenerateCall, route: Route) -> AsyncGenerator[GenerateEvent, None]:
+        """Decode is asked once the prompt is computed."""
         deadline = time.monotonic() + call.timeout_seconds
-        prefill = self._client(route.prefill)
-        with self._router.blaming(Unavailable, route.prefill.worker):
-            reply = await prefill.prefill(call)
+        reply = await self._prefilled(call, route)
+        decode_call = _decode_call(call, reply.key, reply.sender, reply.prompt_token_ids, deadline)
+        async with aclosing(self._ending_both(reply.key, route, self._decoded(decode_call, route))) as events:
+            async for event in events:
+                yield with_prefill(event, reply) if isinstance(event, GenerateSummary) else event
+
+    async def _generation_first(self, call: GenerateCall, route: Route) -> AsyncGenerator[GenerateEvent, None]:
+        """Both are asked at the same time, under a key that is made here."""
+        deadline = time.monotonic() + call.timeout_seconds
+        tokens = call.prompt_token_ids or await self._tokenized(call, route)
+        key = TransferKey(uuid.uuid4().hex, 1)
+        prefill_call = replace(
+            call, key=key, prompt=None, prompt_token_ids=tokens, timeout_seconds=_seconds_until(deadline)
+        )
+        decode_call = _decode_call(call, key, route.prefill.worker, tokens, deadline, early=True)
+        both = side_by_side(self._prefilled(prefill_call, route), self._decoded(decode_call, route))
+        async with aclosing(self._ending_both(key, route, both)) as events:
+            async for event in events:
+                yield event
+
+    async def _ending_both(
+        self, key: TransferKey, route: Route, events: AsyncGenerator[GenerateEvent, None]
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Pass events on. Unless they end with a summary, no worker is left with any part of the attempt."""
         done = False
         try:
-            async with aclosing(self._decoded(self._decode_call(call, reply, deadline), route)) as events:
+            async with aclosing(events):
                 async for event in events:
                     done = isinstance(event, GenerateSummary)
-                    yield _with_prefill(event, reply) if isinstance(event, GenerateSummary) else event
+                    yield event
         finally:
             if not done:
-                self._spawn(_cancel(prefill, reply.key), f"cancelling {reply.key} at {route.prefill.worker}")
+                for entry in (route.prefill, route.decode):
+                    self._spawn(_cancel(self._client(entry), key), f"cancelling {key} at {entry.worker}")
+
+    async def _tokenized(self, call: GenerateCall, route: Route) -> tuple[int, ...]:
+        with self._router.blaming(Unavailable, route.prefill.worker):
+            return await self._client(route.prefill).tokenize(call.prompt or "", call.chat, call.timeout_seconds)
+
+    async def _prefilled(self, call: GenerateCall, route: Route) -> PrefillReply:
+        with self._router.blaming(Unavailable, route.prefill.worker):
+            return await self._client(route.prefill).prefill(call)
 
     async def _decoded(self, call: DecodeCall, route: Route) -> AsyncGenerator[GenerateEvent, None]:
         alone = self._router.blaming(Unavailable, route.decode.worker)
@@ -282,17 +320,6 @@ class Frontend:
             async with aclosing(self._client(route.decode).decode(call)) as events:
                 async for event in events:
                     yield event
-
-    def _decode_call(self, call: GenerateCall, reply: PrefillReply, deadline: float) -> DecodeCall:
-        return DecodeCall(
-            request_id=call.request_id,
-            key=reply.key,
-            sender=reply.sender,
-            prompt_token_ids=reply.prompt_token_ids,
-            sampling=call.sampling,
-            timeout_seconds=max(0.001, deadline - time.monotonic()),
-            cache_salt=call.cache_salt,
-        )
 
     def _client(self, entry: DirectoryEntry) -> InferenceClient:
         if entry.worker not in self._clients:
@@ -329,19 +356,34 @@ class Frontend:
         task.add_done_callback(self._tasks.discard)
 
 
-def _with_prefill(summary: GenerateSummary, reply: PrefillReply) -> GenerateSummary:
-    """Add what only the prefill worker knows to the decode worker's summary."""
-    timings = replace(
-        summary.timings,
-        queue_seconds=summary.timings.queue_seconds + reply.queue_seconds,
-        prefill_seconds=reply.prefill_seconds,
+def _seconds_until(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
+
+
+def _decode_call(
+    call: GenerateCall,
+    key: TransferKey,
+    sender: WorkerId,
+    token_ids: tuple[int, ...],
+    deadline: float,
+    *,
+    early: bool = False,
+) -> DecodeCall:
+    return DecodeCall(
+        request_id=call.request_id,
+        key=key,
+        sender=sender,
+        prompt_token_ids=token_ids,
+        sampling=call.sampling,
+        timeout_seconds=_seconds_until(deadline),
+        cache_salt=call.cache_salt,
+        early=early,
     )
-    return replace(summary, timings=timings)
 
 
-async def _cancel(prefill: InferenceClient, key: TransferKey) -> None:
+async def _cancel(worker: InferenceClient, key: TransferKey) -> None:
     with suppress(KVError):
-        await prefill.cancel(key, "the request ended before its pages were taken", CANCEL_SECONDS)
+        await worker.cancel(key, "the request ended before its pages were taken", CANCEL_SECONDS)
 
 
 async def run_frontend(config: FrontendConfig, stop: asyncio.Event, endpoint_file: Path | None) -> int:

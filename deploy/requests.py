@@ -30,10 +30,12 @@ class Request:
     Attributes:
         hand_over: prefill only and offer the pages; otherwise go on decoding here.
         decode: the call that fetches pages from a prefill worker; None when this worker computes the prompt.
+        offer_key: the attempt under which a prompt that is handed over is to wait; None: it gets a new one.
         cache_salt: only requests with the same salt share pages.
         prefill_cached_tokens: tokens of the prompt that the worker that computed it had in its pools already.
         deadline: on the engine loop's clock, in seconds.
         cancelled: set from any thread; the loop drops the request at its next turn.
+        prompt_bytes: of the slots that the computed prompt takes; None until somebody asked.
     """
 
     request_id: str
@@ -44,9 +46,11 @@ class Request:
     deadline: float
     hand_over: bool = False
     decode: DecodeCall | None = None
+    offer_key: TransferKey | None = None
     cache_salt: str = ""
     cancelled: threading.Event = field(default_factory=threading.Event)
     sequence: SequenceCache | None = None
+    prompt_bytes: int | None = None
     started_at: float = 0.0
     first_token_at: float = 0.0
     first_step_seconds: float = 0.0
@@ -81,7 +85,8 @@ class Request:
 
     @property
     def key(self) -> TransferKey | None:
-        return self.decode.key if self.decode else None
+        """The attempt it is part of from its arrival on, if any."""
+        return self.decode.key if self.decode else self.offer_key
 
     def timings(self) -> Timings:
         """Seconds of each part; a decode worker leaves prefill to the frontend, which knows it from the reply."""

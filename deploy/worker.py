@@ -16,7 +16,8 @@ import torch
 from kvferry.cache.errors import ConfigError, DeadlineExceeded, InvariantError, KVError, TransportError
 from kvferry.cache.protocol import CacheManager
 from kvferry.deploy.config import WorkerConfig
-from kvferry.deploy.engine_loop import EngineLoop, LoopSettings
+from kvferry.deploy.engine_loop import OK, EngineLoop
+from kvferry.deploy.loop_settings import LoopSettings
 from kvferry.deploy.pools import build_manager
 from kvferry.deploy.process import EXIT_FAILED, EXIT_OK, write_endpoint
 from kvferry.deploy.requests import Request
@@ -52,6 +53,8 @@ LEAVE_SECONDS = 2.0
 STOP_SECONDS = 5.0
 ANSWERED_POLL_SECONDS = 0.02
 STATUS_SECONDS = 5.0
+TOKENIZE_SECONDS = 60.0
+"""The caller's own deadline ends its call earlier."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,10 @@ def build_parts(config: WorkerConfig) -> Parts:
         transfer_timeout_seconds=config.transfer.timeout_seconds,
         hold_seconds=config.transfer.hold_seconds,
         stall_seconds=config.stall_seconds,
+        direction=config.transfer.direction,
+        max_receiving_bytes=config.transfer.max_receiving_bytes,
+        max_held_bytes=config.transfer.max_held_bytes,
+        quarantine_limit=config.transfer.quarantine_limit,
     )
     loop = EngineLoop(worker, engine, manager, settings)
     return Parts(worker, engine, manager, loop)
@@ -117,7 +124,9 @@ class Worker:
             hang_up=self._hang_up,
             wake=parts.loop.wake,
             settings=TransceiverSettings(
-                config.transfer.slice_bytes, config.transfer.max_held_transfers + config.max_running_requests
+                config.transfer.slice_bytes,
+                max_transfers=config.transfer.max_held_transfers + config.max_running_requests,
+                lease_seconds=config.transfer.lease_seconds,
             ),
         )
         self._network = PeerNetwork(
@@ -127,7 +136,7 @@ class Worker:
             status=self.status,
             on_paired=self._on_paired,
         )
-        parts.loop.start(self._transceiver, self._fail)
+        parts.loop.start(self._transceiver, self._fail, self._on_condition)
         self._server = ControlServer(config.listen, peer=self._network, transfer=self._network, inference=self)
         self._directory: DirectoryClient | None = None
         self._updates: set[asyncio.Task[None]] = set()
@@ -168,6 +177,8 @@ class Worker:
         """Prefill and decode here, without moving anything. Only a worker with role both offers it."""
         if self._config.role is not Role.BOTH:
             raise ConfigError(f"{self._worker.name} has role {self._config.role.value}: only role both generates alone")
+        if call.key is not None:
+            raise ConfigError(f"transfer {call.key} is named, but nothing is moved: only Prefill takes a key")
         async with aclosing(self._run(await self._request(call, hand_over=False))) as events:
             async for event in events:
                 assert not isinstance(event, PrefillReply)
@@ -176,7 +187,7 @@ class Worker:
     async def prefill(self, call: GenerateCall) -> PrefillReply:
         if not self._config.role.prefills:
             raise ConfigError(f"{self._worker.name} has role {self._config.role.value}: it does not prefill")
-        async with aclosing(self._run(await self._request(call, hand_over=True))) as events:
+        async with aclosing(self._run(await self._keyed_request(call))) as events:
             async for event in events:
                 if isinstance(event, PrefillReply):
                     return event
@@ -204,6 +215,9 @@ class Worker:
     async def cancel(self, key: TransferKey, reason: str) -> None:
         self._parts.loop.cancel(key, reason)
 
+    async def tokenize(self, prompt: str, chat: bool) -> tuple[int, ...]:
+        return await self._encode(prompt, chat, TOKENIZE_SECONDS)
+
     async def status(self) -> WorkerStatus:
         """The books of this worker between two turns of its loop."""
         try:
@@ -216,6 +230,16 @@ class Worker:
 
     # ---- private
 
+    async def _keyed_request(self, call: GenerateCall) -> Request:
+        """A request to hand over. When it fails before the loop knows it, whoever waits for its key hears so."""
+        try:
+            return await self._request(call, hand_over=True)
+        except (KVError, asyncio.CancelledError) as error:
+            if call.key is not None:
+                with suppress(KVError):
+                    self._parts.loop.cancel(call.key, str(error) or "the caller went away")
+            raise
+
     async def _request(self, call: GenerateCall, *, hand_over: bool) -> Request:
         now = time.monotonic()
         return Request(
@@ -226,6 +250,7 @@ class Worker:
             arrived_at=now,
             deadline=now + call.timeout_seconds,
             hand_over=hand_over,
+            offer_key=call.key,
             cache_salt=call.cache_salt,
         )
 
@@ -237,15 +262,18 @@ class Worker:
                 self._parts.loop.cancel(event.key, "the caller went away before it got the key")
 
     async def _tokens(self, call: GenerateCall) -> tuple[int, ...]:
-        """Tokens of the prompt, made on the engine's thread, whose tokenizer it is."""
         if call.prompt_token_ids is not None:
             return call.prompt_token_ids
-        if not call.prompt:
+        return await self._encode(call.prompt or "", call.chat, call.timeout_seconds)
+
+    async def _encode(self, prompt: str, chat: bool, timeout_seconds: float) -> tuple[int, ...]:
+        """Tokens of a text, made on the engine's thread, whose tokenizer it is."""
+        if not prompt:
             raise ConfigError("the prompt is empty: give at least one token")
-        prompt, tokenizer = call.prompt, self._parts.engine.tokenizer
-        made = self._parts.loop.call(lambda: tuple(tokenizer.encode(prompt, chat=call.chat)))
+        tokenizer = self._parts.engine.tokenizer
+        made = self._parts.loop.call(lambda: tuple(tokenizer.encode(prompt, chat=chat)))
         try:
-            async with asyncio.timeout(call.timeout_seconds):
+            async with asyncio.timeout(timeout_seconds):
                 return await asyncio.wrap_future(made)
         except TimeoutError:
             raise DeadlineExceeded("the prompt's turn did not come in time", peer=str(self._worker)) from None
@@ -291,6 +319,7 @@ class Worker:
             peers=tuple(PeerStatus(worker, role, lane) for worker, (role, lane) in lanes.items()),
             integrity=_integrity(manager),
             process_id=os.getpid(),
+            condition=self._parts.loop.condition,
         )
 
     async def _pair(self, info: RankInfo) -> None:
@@ -310,9 +339,9 @@ class Worker:
         self._spawn(self._show_health(), "show health")
 
     async def _show_health(self) -> None:
-        """Serving means able to move bytes: paired with somebody, or complete alone."""
+        """Serving means able to take requests and move bytes: paired with somebody, or complete alone."""
         able = bool(self._network.paired) or self._config.role is Role.BOTH
-        await self._server.set_serving(able and not self._stopping)
+        await self._server.set_serving(able and self._parts.loop.condition == OK and not self._stopping)
 
     async def _abandon(self) -> None:
         """Let peers hear how every open attempt ended, so that their pages do not stay in doubt."""
@@ -324,6 +353,9 @@ class Worker:
 
     def _hang_up(self, worker: WorkerId, reason: str) -> None:
         self._asyncio.call_soon_threadsafe(self._network.hang_up, worker, reason)
+
+    def _on_condition(self) -> None:
+        self._asyncio.call_soon_threadsafe(lambda: self._spawn(self._show_health(), "show health"))
 
     def _fail(self) -> None:
         self._asyncio.call_soon_threadsafe(self.failed.set)

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Write the generated parts of three pages in docs/; with --check, fail when one is stale.
+"""Write the generated parts of pages in docs/; with --check, fail when one is stale.
 
 The modules of structures.md come from their docstrings, the keys of configuration.md from the models in
-deploy/config.py, and the numbers and traces of pools.md from the pools themselves, see pool_pages.py.
+deploy/config.py, the numbers and traces of pools.md from the pools themselves, see pool_pages.py, and the diagrams of
+safety.md from the session tables, see safety_pages.py.
 """
 
 import ast
@@ -13,10 +14,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pool_pages import REGIONS
+from pool_pages import REGIONS as POOL_REGIONS
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from safety_pages import REGIONS as SAFETY_REGIONS
 
 from kvferry.deploy.config import FrontendConfig, Key, WorkerConfig, variable
 
@@ -146,7 +148,8 @@ Regions = Mapping[str, Callable[[], Iterator[str]]]
 PAGES: Mapping[str, Regions] = {
     "structures.md": {"": modules},
     "configuration.md": {"": configuration},
-    "pools.md": REGIONS,
+    "pools.md": POOL_REGIONS,
+    "safety.md": SAFETY_REGIONS,
 }
 
 

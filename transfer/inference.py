@@ -29,6 +29,7 @@ class GenerateCall:
         chat: wrap `prompt` as one user turn where the model has a chat template.
         timeout_seconds: the whole request must end within it.
         cache_salt: at most 256 characters; prompts with different salts never share cached pages.
+        key: the attempt under which the pages are to wait; None: the worker that prefills makes one.
     """
 
     request_id: str = ""
@@ -38,6 +39,7 @@ class GenerateCall:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     timeout_seconds: float = 120.0
     cache_salt: str = ""
+    key: TransferKey | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class PrefillReply:
     Attributes:
         queue_seconds: from arrival at the worker to the first chunk.
         prefill_seconds: from the first chunk to the first token sampled.
+        lease_seconds: how long from now the pages are kept without a sign of life of a receiver.
         cached_tokens: tokens of the prompt that the worker found in its pools and did not compute.
     """
 
@@ -55,6 +58,7 @@ class PrefillReply:
     prompt_token_ids: tuple[int, ...]
     queue_seconds: float
     prefill_seconds: float
+    lease_seconds: float
     cached_tokens: int = 0
 
 
@@ -64,6 +68,7 @@ class DecodeCall:
 
     Attributes:
         cache_salt: as of the `GenerateCall` that the prompt comes from.
+        early: the prompt may not be computed yet (generation-first): ask for its pages at once.
     """
 
     request_id: str
@@ -73,6 +78,7 @@ class DecodeCall:
     sampling: SamplingParams
     timeout_seconds: float
     cache_salt: str = ""
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,7 @@ class PoolGroupStatus:
 
 @dataclass(frozen=True)
 class PeerStatus:
-    """One paired worker and the lane writes to it really take."""
+    """One paired worker and the lane that writes to it, and reads from it, really take."""
 
     worker: WorkerId
     role: Role
@@ -164,6 +170,7 @@ class WorkerStatus:
 
     Attributes:
         integrity: "ok", or the story of the invariant that does not hold.
+        condition: "ok", or why the worker takes no requests now.
         holding: finished prompts whose pages wait for, or are in, a transfer out.
         receiving: transfers in whose pages are granted and not yet complete.
     """
@@ -182,6 +189,7 @@ class WorkerStatus:
     peers: tuple[PeerStatus, ...]
     integrity: str
     process_id: int
+    condition: str = "ok"
 
 
 @dataclass(frozen=True)

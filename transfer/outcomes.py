@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.cache.errors import PeerLost, TransferCancelled, TransferError, TransferTimeout
-from kvferry.transfer.session import Side
-from kvferry.transfer.types import AuxRecord, Cancel, Failure, Grant, TransferKey, TransferResult, WireReport, WorkerId
+from kvferry.transfer.types import AuxRecord, Failure, Message, Phase, Side, TransferKey, WireReport, WorkerId
 
-SendMessage = Callable[[WorkerId, Grant | TransferResult | Cancel], bool]
+SendMessage = Callable[[WorkerId, Message], bool]
 """Hand a message to the control plane. Never blocks; False: it was not and will not be sent."""
 
 
@@ -65,8 +64,25 @@ class Outbox:
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
 
-def error_of(key: TransferKey, peer: str, failure: Failure) -> TransferError:
-    """The typed error for a failure record."""
-    kinds = {"timeout": TransferTimeout, "cancelled": TransferCancelled, "peer_lost": PeerLost}
-    kind = kinds.get(failure.code, TransferError)
-    return kind(failure.message, transfer_id=key.transfer_id, peer=peer, phase=failure.phase.value)
+_KINDS = {
+    "timeout": TransferTimeout,
+    "lease_expired": TransferTimeout,
+    "cancelled": TransferCancelled,
+    "peer_lost": PeerLost,
+}
+
+
+def error_of(key: TransferKey, sender: str, receiver: str, peer: str, failure: Failure) -> TransferError:
+    """The typed error for a failure record, naming both ends.
+
+    Args:
+        peer: the other end; empty while there is none.
+    """
+    ends = f" (from {sender or 'no sender'} to {receiver or 'no receiver yet'})"
+    kind = _KINDS.get(failure.code, TransferError)
+    return kind(f"{failure}{ends}", transfer_id=key.transfer_id, peer=peer, phase=failure.phase.value)
+
+
+def cancelled(reason: str) -> Failure:
+    """Somebody asked to stop."""
+    return Failure("cancelled", Phase.WIRE, reason)

@@ -58,6 +58,21 @@ class TransferPlan:
             start = stop
 
 
+def groups_of(pages: BlockLists) -> tuple[int, ...]:
+    """Indices of the layer groups that have a page."""
+    return tuple(index for index, slots in enumerate(pages.slots) if (slots >= 0).any())
+
+
+def check_same_blocks(granted: BlockLists, permitted: BlockLists) -> None:
+    """Raise RemoteProtocolError unless exactly the blocks with a granted page have a permitted one."""
+    for index, (ours, theirs) in enumerate(zip(granted.slots, permitted.slots, strict=True)):
+        differing = np.flatnonzero((ours >= 0) != (theirs >= 0))
+        if len(differing):
+            raise RemoteProtocolError(
+                f"group {index}: permit and grant name different blocks: {differing[:8].tolist()}"
+            )
+
+
 def run_list(pools: tuple[PoolEntry, ...], device_index: int = 0) -> npt.NDArray[np.uint64]:
     """Every slot of every pool as one run. Shapes: [total slots, 3], columns address, bytes, device index."""
     parts = []
@@ -80,7 +95,7 @@ class PairPlanner:
         self._local_starts = _pool_starts(local)
         self._remote_starts = _pool_starts(remote)
 
-    def check_grant(self, prompt_tokens: int, pages: BlockLists) -> None:
+    def check_pages(self, prompt_tokens: int, pages: BlockLists) -> None:
         """Raise RemoteProtocolError unless the peer's lists cover the prompt and name slots of its own pools."""
         blocks = ceil_div(prompt_tokens, self._remote.tokens_per_block)
         if len(pages.slots) != len(self._remote.layer_groups):
@@ -112,6 +127,16 @@ class PairPlanner:
                 theirs.append(target + self._remote_starts[peer_pool])
                 sizes.append(np.full(len(source), self._local.pools[pool].slot_bytes, np.int64))
         return TransferPlan(_concat(ours), _concat(theirs), np.concatenate(sizes), num_pages)
+
+    def permit(self, local: BlockLists, wanted: BlockLists) -> BlockLists:
+        """Our pages of the blocks that the remote side has room for. Raises RemoteProtocolError as `plan`."""
+        slots, epochs = [], []
+        for index, group in enumerate(self._local.layer_groups):
+            _wanted(index, group, local.slots[index], wanted.slots[index])
+            taken = wanted.slots[index] >= 0
+            slots.append(np.where(taken, local.slots[index], -1).astype(np.int32))
+            epochs.append(np.where(taken, local.epochs[index], 0).astype(np.uint32))
+        return BlockLists(tuple(slots), tuple(epochs))
 
     def _check_distinct(self, pages: BlockLists) -> None:
         """Over runs and not over slot ids, so that groups which share only some of their pools are seen too."""

@@ -1,21 +1,38 @@
-"""The receiving side of transfers: pages granted, written by the peer, complete when notices and result are in."""
+"""The receiving side of transfers: pages granted, filled, complete when notices or reads and the result are in."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
 from kvferry.cache.errors import RemoteProtocolError
+from kvferry.transfer import fencing
+from kvferry.transfer.attempts import Receiving, Source, Wish
+from kvferry.transfer.content import check_content
+from kvferry.transfer.driving import Driver
+from kvferry.transfer.ended import EndedAttempts
 from kvferry.transfer.notice import Notice
-from kvferry.transfer.outcomes import Outbox, PagesInDoubt, PagesReusable, SendMessage, TransferOutcome, error_of
+from kvferry.transfer.outcomes import (
+    Outbox,
+    PagesInDoubt,
+    PagesReusable,
+    SendMessage,
+    TransferOutcome,
+    cancelled,
+    error_of,
+)
 from kvferry.transfer.peers import PeerBook
-from kvferry.transfer.session import Action, Event, Exposure, Session, Side, may_reuse
-from kvferry.transfer.transport.base import Notification
+from kvferry.transfer.plan import TransferPlan, check_same_blocks
+from kvferry.transfer.proofs import SETTLE_SECONDS, Proofs
+from kvferry.transfer.session import Action, Event, Exposure, Session, may_reuse
+from kvferry.transfer.transport.base import Operation
 from kvferry.transfer.types import (
+    AuxRecord,
     Cancel,
     Failure,
     Grant,
+    Permit,
     Phase,
     ResultStatus,
+    Side,
     TransferKey,
     TransferResult,
     WireReport,
@@ -24,29 +41,7 @@ from kvferry.transfer.types import (
 
 log = logging.getLogger(__name__)
 
-SETTLE_SECONDS = 5.0
-"""How long after a failure the sender may take to prove quiet before the pages count as in doubt."""
-
-
-@dataclass(eq=False)
-class Receiving:
-    """One attempt on the receiving side."""
-
-    grant: Grant
-    deadline: float
-    started_at: float
-    ready: Callable[[], bool]
-    session: Session = field(default_factory=lambda: Session(Side.RECEIVER))
-    landed: set[int] = field(default_factory=set)
-    num_slices: int | None = None
-    result: TransferResult | None = None
-    failure: Failure | None = None
-    quiet: bool = False
-    ended_at: float = 0.0
-
-    @property
-    def ended(self) -> bool:
-        return self.session.state.outcome.terminal
+_LEASE_HINT = "the prefill worker stopped renewing: look whether it runs, or raise transfer.lease_seconds"
 
 
 class Receiver:
@@ -59,12 +54,18 @@ class Receiver:
         self,
         worker: WorkerId,
         peers: PeerBook,
+        driver: Driver,
+        proofs: Proofs,
+        ended: EndedAttempts,
         send: SendMessage,
         outbox: Outbox,
         clock: Callable[[], float],
     ) -> None:
         self._worker = worker
         self._peers = peers
+        self._driver = driver
+        self._proofs = proofs
+        self._ended = ended
         self._send = send
         self._outbox = outbox
         self._clock = clock
@@ -74,20 +75,48 @@ class Receiver:
     @property
     def waiting(self) -> bool:
         """Whether some attempt is not over: its data may arrive any moment."""
-        return any(not receiving.ended for receiving in self._receivings.values())
+        return any(not receiving.ended and receiving.wish is not None for receiving in self._receivings.values())
 
     def peers(self) -> set[WorkerId]:
         """Senders that an open attempt is granted to."""
-        return {receiving.grant.sender for receiving in self._receivings.values()}
+        return {worker for receiving in self._receivings.values() for worker in receiving.sources}
 
-    def request(self, grant: Grant, now: float, ready: Callable[[], bool]) -> None:
-        """Send a grant as soon as `ready` and wait for the pages until its timeout, counted from `now`."""
-        receiving = Receiving(grant, now + grant.timeout_seconds, now, ready)
-        # Without a page nobody can write anything, so there is nothing to wait for but the result.
-        receiving.num_slices = None if grant.pages.num_pages else 0
-        self._receivings[grant.key] = receiving
-        if self._peers.find(grant.sender) is None:
-            self._fail(receiving, Failure("peer_lost", Phase.GRANT, f"{grant.sender} is not a paired peer"))
+    def renewals(self) -> Iterator[tuple[WorkerId, TransferKey]]:
+        """Attempts this side stands by, and who counts on them."""
+        for receiving in self._receivings.values():
+            if not receiving.ended:
+                for worker in receiving.sources:
+                    yield worker, receiving.key
+
+    # ---- from the engine
+
+    def enlist(self, key: TransferKey, senders: tuple[WorkerId, ...], deadline: float) -> None:
+        """Stand by an attempt that has no pages yet."""
+        now = self._clock()
+        receiving = Receiving(self, key, deadline, now)
+        for worker in senders:
+            receiving.sources[worker] = Source(receiving, worker, deadline, Session(Side.RECEIVER))
+        self._receivings[key] = receiving
+        stopped = self._ended.find(key)
+        if stopped is not None:
+            self._stop(receiving, stopped)
+
+    def request(self, key: TransferKey, wish: Wish, deadline: float, started_at: float) -> None:
+        """Send the grants of an enlisted attempt as soon as the pages are ready, and wait until the deadline."""
+        receiving = self._receivings.get(key)
+        if receiving is None or receiving.ended:
+            # It ended between the engine's two calls: the pages were never granted.
+            self._outbox.put(PagesReusable(key, Side.RECEIVER))
+            return
+        receiving.wish, receiving.deadline, receiving.started_at = wish, deadline, started_at
+        for source in receiving.sources.values():
+            source.session.direction = wish.direction
+            source.peer = self._peers.find(source.worker)
+            # Without a page nobody can write anything, so there is nothing to wait for but the result.
+            source.landing.num_slices = None if wish.pages.num_pages else 0
+        lost = [source.worker for source in receiving.sources.values() if source.peer is None]
+        if lost:
+            self._stop(receiving, Failure("peer_lost", Phase.GRANT, f"{lost[0]} is not a paired peer"))
             return
         self._unready.append(receiving)
         self.grant_ready()
@@ -96,184 +125,325 @@ class Receiver:
         """Send the grants whose pages the device is done with; an attempt that ended meanwhile needs none."""
         waiting, self._unready = self._unready, []
         for receiving in waiting:
-            if receiving.ended:
-                continue
-            if receiving.ready():
-                self._drive(receiving, Event.GRANT)
-                self._check_landed(receiving)
-            else:
+            assert receiving.wish is not None
+            if not receiving.wish.ready():
                 self._unready.append(receiving)
+                continue
+            for source in receiving.sources.values():
+                if not receiving.ended:
+                    self._grant(receiving, receiving.wish, source)
 
-    def on_notification(self, notification: Notification) -> None:
-        """Count a slice that landed. Notices for other lives, other attempts or from other peers are refused."""
-        try:
-            notice = Notice.unpack(notification.payload)
-            receiving = self._expected(notification.peer, notice)
-        except RemoteProtocolError as error:
-            log.warning("notification from %s refused: %s", notification.peer, error)
-            return
-        receiving.num_slices = notice.num_slices
-        receiving.landed.add(notice.slice_index)
-        self._check_landed(receiving)
-
-    def on_result(self, peer: WorkerId, result: TransferResult) -> None:
-        """Take the sender's last word; results for another life or of other pages are refused."""
-        receiving = self._receivings.get(result.key)
-        if receiving is None:
-            return
-        try:
-            _check_origin(receiving.grant, peer, result)
-            if result.status is ResultStatus.OK:
-                _check_content(receiving, result)
-        except RemoteProtocolError as error:
-            self._fail(receiving, Failure("bad_result", Phase.RESULT, str(error)))
-            return
-        receiving.quiet = receiving.quiet or result.quiet
-        if result.status is ResultStatus.OK:
-            self._accept(receiving, result)
-        else:
-            self._fail(receiving, result.failure or Failure("failed", Phase.RESULT, "the sender gave no reason"))
-
-    def cancel(self, key: TransferKey, reason: str) -> None:
-        """Stop an attempt; unknown ones are ignored."""
+    def cancel(self, key: TransferKey, reason: str) -> bool:
+        """Stop an attempt. Returns whether it is known here."""
         receiving = self._receivings.get(key)
         if receiving is not None:
-            receiving.failure = receiving.failure or Failure("cancelled", Phase.WIRE, reason)
-            self._drive(receiving, Event.CANCEL)
-            self._settle_if_quiet(receiving)
-
-    def on_channel_up(self, peer: WorkerId) -> None:
-        """Ask again about attempts that ended without proof: the answer says whether their pages are quiet."""
-        for receiving in tuple(self._receivings.values()):
-            if receiving.grant.sender == peer and receiving.ended:
-                self._act(receiving, Action.SEND_CANCEL)
-
-    def on_channel_lost(self, peer: WorkerId, reason: str) -> None:
-        """Fail every attempt of this peer. Without a channel no proof of quiet will come, so its pages are in doubt."""
-        for receiving in tuple(self._receivings.values()):
-            if receiving.grant.sender == peer:
-                self._fail(receiving, Failure("peer_lost", Phase.WIRE, reason))
-                self._drive_if_allowed(receiving, Event.DOUBT)
+            self._stop(receiving, cancelled(reason))
+        return receiving is not None
 
     def fail_all(self, failure: Failure) -> None:
         for receiving in tuple(self._receivings.values()):
-            self._fail(receiving, failure)
+            self._stop(receiving, failure)
+
+    # ---- from the senders
+
+    def on_permit(self, peer: WorkerId, permit: Permit) -> None:
+        """Start to read. A permit for another life, or of other pages, fails the attempt; one said twice is ignored."""
+        source = self._source(permit.key, peer)
+        if source is None or source.grant is None or not source.session.allows(Event.PERMIT):
+            log.warning("permit of %s for transfer %s ignored: nothing waits for it", peer, permit.key)
+            return
+        try:
+            fencing.check_fence(permit.fence, source.grant)
+            source.plan = self._plan(source, source.grant, permit)
+        except RemoteProtocolError as error:
+            self._stop(source.receiving, Failure("bad_permit", Phase.GRANT, str(error)))
+            return
+        self.drive(source, Event.PERMIT)
+
+    def on_notice(self, agent: str, notice: Notice) -> bool:
+        """Count a slice that landed. Returns whether the attempt is one of these. Raises RemoteProtocolError."""
+        receiving = self._receivings.get(notice.key)
+        if receiving is None:
+            return False
+        source = next((source for source in receiving.sources.values() if _agent(source) == agent), None)
+        if source is None or source.grant is None or source.session.drives:
+            raise RemoteProtocolError(f"transfer {notice.key} grants {agent} no writes")
+        fencing.check_life(notice.incarnation, self._worker)
+        fencing.check_fence(notice.fence, source.grant)
+        source.landing.note(notice)
+        self._check_landed(source)
+        return True
+
+    def on_result(self, peer: WorkerId, result: TransferResult) -> None:
+        """Take the sender's last word; results for another life or of other pages are refused."""
+        source = self._source(result.key, peer)
+        if source is None:
+            self._answer_unknown(peer, result)
+            return
+        try:
+            fencing.check_ends(result.sender, result.receiver, peer, self._worker)
+            self._take(source, result)
+        except RemoteProtocolError as error:
+            self._stop(
+                source.receiving, Failure("bad_result", Phase.RESULT, str(error), layer_groups=source.receiving.groups)
+            )
+
+    def _answer_unknown(self, peer: WorkerId, result: TransferResult) -> None:
+        """With pull, a sender whose pages are in doubt asks whether our reads are over. They are: none is here."""
+        if not result.quiet:
+            failure = self._ended.find(result.key) or _not_here(result.key)
+            self._send(peer, Cancel(result.key, self._worker, failure, result.fence, quiet=True))
+
+    def on_renewal(self, peer: WorkerId, key: TransferKey, lease_seconds: float) -> None:
+        """The sender stands by an attempt. One that ended here is answered; one that never began may still come."""
+        source, failure = self._source(key, peer), self._ended.find(key)
+        if source is None and failure is not None:
+            self._send(peer, Cancel(key, self._worker, failure))
+        elif source is not None:
+            source.lease_until = self._clock() + lease_seconds
+
+    def on_channel_up(self, peer: WorkerId) -> None:
+        """Ask again about attempts that ended without proof: the answer says whether their pages are quiet."""
+        for source in self._sources_of(peer):
+            if source.receiving.ended:
+                self._act(source, Action.SEND_CANCEL)
+
+    def on_channel_lost(self, peer: WorkerId, reason: str) -> None:
+        """Fail every attempt of this peer. Without a channel no word of it will come: what it may write is in doubt."""
+        for source in self._sources_of(peer):
+            self._stop(source.receiving, Failure("peer_lost", Phase.WIRE, reason, layer_groups=source.receiving.groups))
+            if not source.session.drives:
+                self._drive_if_allowed(source, Event.DOUBT)
+
+    # ---- from the transport and the clock
+
+    def on_post_failed(self, source: Source, message: str) -> None:
+        """Fail an attempt and have the lane to its sender wired again: after one failed read none can be trusted."""
+        hint = "the connection is made anew; look into both workers' logs if it happens again"
+        groups = source.receiving.groups
+        self._stop(source.receiving, Failure("read_failed", Phase.WIRE, message, hint, groups))
+        self._peers.mark_broken(source.worker)
 
     def expire(self, now: float) -> None:
-        """Fail overdue attempts; give up waiting for proof after a grace period."""
+        """Fail overdue attempts, and look for proof about those that ended without."""
         for receiving in tuple(self._receivings.values()):
-            if not receiving.ended and now >= receiving.deadline:
-                expected = "an unknown number of" if receiving.num_slices is None else receiving.num_slices
-                landed = f"{len(receiving.landed)} of {expected} slices landed"
-                message = f"{receiving.grant.timeout_seconds:g} s passed since the grant; {landed}"
-                self._fail(receiving, Failure("timeout", Phase.WIRE, message))
-            elif receiving.ended and now >= receiving.ended_at + SETTLE_SECONDS:
-                self._drive_if_allowed(receiving, Event.DOUBT)
+            if not receiving.ended:
+                self._check_time(receiving, now)
+            else:
+                for source in tuple(receiving.sources.values()):
+                    self._settle(source, now)
 
-    def _expected(self, agent: str, notice: Notice) -> Receiving:
-        receiving = self._receivings.get(notice.key)
-        if notice.receiver_incarnation != self._worker.incarnation:
-            raise RemoteProtocolError(f"it is for incarnation {notice.receiver_incarnation:x} of this worker")
-        if receiving is None:
-            raise RemoteProtocolError(f"transfer {notice.key} is not expected")
-        peer = self._peers.find(receiving.grant.sender)
-        if peer is None or peer.agent != agent:
-            raise RemoteProtocolError(f"transfer {notice.key} was granted to {receiving.grant.sender}")
-        if receiving.num_slices not in (None, notice.num_slices):
-            raise RemoteProtocolError(f"{notice.num_slices} slices now, {receiving.num_slices} before")
-        return receiving
+    def _check_time(self, receiving: Receiving, now: float) -> None:
+        late = next((source for source in receiving.sources.values() if now >= source.lease_until), None)
+        phase = Phase.ADMISSION if receiving.wish is None else Phase.WIRE
+        if now >= receiving.deadline:
+            seconds = now - receiving.started_at
+            landed = ", ".join(str(source.landing) for source in receiving.sources.values())
+            message = f"{seconds:g} s passed " + (f"since the grant; {landed}" if receiving.wish else "in the queue")
+            self._stop(receiving, Failure("timeout", phase, message, layer_groups=receiving.groups))
+        elif late is not None:
+            message = f"the lease of {late.worker} ran out"
+            self._stop(receiving, Failure("lease_expired", phase, message, _LEASE_HINT, receiving.groups))
 
-    def _accept(self, receiving: Receiving, result: TransferResult) -> None:
-        receiving.num_slices = result.wire.num_slices
-        if receiving.session.allows(Event.RESULT):
-            receiving.result = result
-            self._drive(receiving, Event.RESULT)
-        self._settle_if_quiet(receiving)
-        self._check_landed(receiving)
+    def _settle(self, source: Source, now: float) -> None:
+        """Look for proof that nothing touches the pages any more."""
+        if not source.session.drives and now >= source.receiving.ended_at + SETTLE_SECONDS:
+            self._drive_if_allowed(source, Event.DOUBT)
+            self._ask_again(source, now)
+        if source.session.state.exposure is Exposure.IN_DOUBT and self._is_proven_quiet(source):
+            self._drive_if_allowed(source, Event.SETTLE)
 
-    def _check_landed(self, receiving: Receiving) -> None:
-        if len(receiving.landed) == receiving.num_slices:
-            self._drive_if_allowed(receiving, Event.LANDED)
+    def _ask_again(self, source: Source, now: float) -> None:
+        """A question or its answer may have been lost to a full queue."""
+        if source.session.state.exposure is Exposure.IN_DOUBT and now >= source.asked_at + SETTLE_SECONDS:
+            self._act(source, Action.SEND_CANCEL)
 
-    def _settle_if_quiet(self, receiving: Receiving) -> None:
-        """The writer's own word that nothing is under way is proof, once the attempt is over."""
-        if receiving.quiet and receiving.ended:
-            self._drive_if_allowed(receiving, Event.SETTLE)
+    def _is_proven_quiet(self, source: Source) -> bool:
+        """Reads of our own must have been let go in any case: no proof about the peer covers them."""
+        if source.session.drives and not self._driver.abort(source.job):
+            return False
+        return self._reads_are_over(source) or (source.peer is not None and self._proofs.quiet(source.peer))
 
-    def _fail(self, receiving: Receiving, failure: Failure) -> None:
-        receiving.failure = receiving.failure or failure
-        self._drive(receiving, Event.FAIL)
-        self._settle_if_quiet(receiving)
+    # ---- the session
 
-    def _drive_if_allowed(self, receiving: Receiving, event: Event) -> None:
-        if receiving.session.allows(event):
-            self._drive(receiving, event)
-
-    def _drive(self, receiving: Receiving, event: Event) -> None:
-        """Move the session, give its pages back when they may be reused, and do what its table asks."""
-        ended_before = receiving.ended
-        actions = receiving.session.apply(event)
-        if receiving.ended and not ended_before:
+    def drive(self, source: Source, event: Event) -> None:
+        """Move a session, give the pages back when they may be reused, and do what its table asks."""
+        receiving = source.receiving
+        actions = source.session.apply(event)
+        if receiving.ended and not receiving.ended_at:
             receiving.ended_at = self._clock()
-        self._publish(receiving, event)
+            self._ended.remember(receiving.key, receiving.failure or _over(receiving.key))
+        if receiving.may_reuse():
+            self._release(receiving)
+        elif event is Event.DOUBT and receiving.wish is not None:
+            self._outbox.put(PagesInDoubt(receiving.key, Side.RECEIVER))
         for action in actions:
-            self._act(receiving, action)
+            self._act(source, action)
 
-    def _act(self, receiving: Receiving, action: Action) -> None:
-        grant = receiving.grant
-        if action is Action.SEND_GRANT:
-            if not self._send(grant.sender, grant):
-                self._fail(receiving, Failure("peer_lost", Phase.GRANT, f"no channel to {grant.sender}"))
-                # The grant never left, so nobody was ever allowed to write.
-                self._drive_if_allowed(receiving, Event.SETTLE)
-        elif action is Action.SEND_CANCEL:
-            reason = receiving.failure.message if receiving.failure else "cancelled"
-            self._send(grant.sender, Cancel(grant.key, self._worker, reason))
-        elif action is Action.REPORT:
-            self._report(receiving)
+    def _drive_if_allowed(self, source: Source, event: Event) -> None:
+        if source.session.allows(event):
+            self.drive(source, event)
 
-    def _publish(self, receiving: Receiving, event: Event) -> None:
-        key, state = receiving.grant.key, receiving.session.state
-        if may_reuse(state):
-            if self._receivings.pop(key, None) is not None:
-                self._outbox.put(PagesReusable(key, Side.RECEIVER))
-        elif event is Event.DOUBT and state.exposure is Exposure.IN_DOUBT:
-            self._outbox.put(PagesInDoubt(key, Side.RECEIVER))
+    def _release(self, receiving: Receiving) -> None:
+        if self._receivings.pop(receiving.key, None) is not None and receiving.wish is not None:
+            self._outbox.put(PagesReusable(receiving.key, Side.RECEIVER))
+
+    def _act(self, source: Source, action: Action) -> None:
+        match action:
+            case Action.SEND_GRANT:
+                self._send_grant(source)
+            case Action.SEND_CANCEL:
+                self._send_cancel(source)
+            case Action.START:
+                self._start(source)
+            case Action.ABORT:
+                self._abort(source)
+            case Action.REPORT:
+                self._report(source.receiving)
+
+    def _grant(self, receiving: Receiving, wish: Wish, source: Source) -> None:
+        rest = max(0.001, receiving.deadline - self._clock())
+        source.grant = Grant(
+            receiving.key,
+            source.worker,
+            self._worker,
+            wish.prompt,
+            wish.pages,
+            rest,
+            request_id=wish.request_id,
+            direction=wish.direction,
+            early=wish.early,
+        )
+        self.drive(source, Event.GRANT)
+        if not source.session.drives:
+            self._check_landed(source)
+
+    def _send_grant(self, source: Source) -> None:
+        assert source.grant is not None
+        if not self._send(source.worker, source.grant):
+            self._stop(source.receiving, Failure("peer_lost", Phase.GRANT, f"no channel to {source.worker}"))
+            # The grant never left, so nobody was ever allowed to write.
+            self._drive_if_allowed(source, Event.SETTLE)
+
+    def _send_cancel(self, source: Source) -> None:
+        failure = source.receiving.failure or cancelled("stopped by the receiver")
+        fence = source.grant.fence if source.grant is not None else 0
+        quiet = source.session.drives and may_reuse(source.session.state)
+        source.asked_at = self._clock()
+        self._send(source.worker, Cancel(source.receiving.key, self._worker, failure, fence, quiet))
+
+    def _plan(self, source: Source, grant: Grant, permit: Permit) -> TransferPlan:
+        assert source.peer is not None
+        source.peer.planner.check_pages(grant.prompt.num_tokens, permit.pages)
+        check_same_blocks(grant.pages, permit.pages)
+        return source.peer.planner.plan(grant.pages, permit.pages)
+
+    def _start(self, source: Source) -> None:
+        assert source.grant is not None
+        assert source.peer is not None
+        assert source.plan is not None
+        # The device was done with the pages before they were granted.
+        source.job = self._driver.start(Operation.READ, source.plan, source.peer, source.grant, _at_once, source)
+        if not source.job.num_slices:
+            self.drive(source, Event.MOVED)
+
+    def _abort(self, source: Source) -> None:
+        """Take back the reads of a failed attempt; without exposure there is nothing to prove."""
+        over = self._reads_are_over(source)
+        if source.session.state.exposure is Exposure.EXPOSED:
+            self.drive(source, Event.SETTLE if over else Event.DOUBT)
+
+    def _reads_are_over(self, source: Source) -> bool:
+        """Whether this side drives, and no read of its own can bring bytes any more."""
+        if not source.session.drives or not self._driver.abort(source.job):
+            return False
+        return source.job is None or not source.job.undelivered
+
+    def _take(self, source: Source, result: TransferResult) -> None:
+        source.told_quiet = source.told_quiet or (result.quiet and fencing.is_about(result.fence, source.grant))
+        if result.status is not ResultStatus.OK:
+            self._stop(source.receiving, result.failure or _silent(result))
+            return
+        if source.grant is None:
+            raise RemoteProtocolError("result is ok, but nothing was granted")
+        fencing.check_fence(result.fence, source.grant)
+        check_content(source, source.grant, result)
+        source.landing.expect(result.wire.num_slices)
+        if not source.session.allows(Event.RESULT):
+            self._settle_if_told(source)
+            return
+        source.result = result
+        self.drive(source, Event.RESULT)
+        if not source.session.drives:
+            self._check_landed(source)
+
+    def _check_landed(self, source: Source) -> None:
+        if source.landing.complete:
+            self._drive_if_allowed(source, Event.LANDED)
+
+    def _settle_if_told(self, source: Source) -> None:
+        """The writer's own word that nothing is under way is proof, once the attempt is over."""
+        if source.told_quiet and not source.session.drives and source.receiving.ended:
+            self._drive_if_allowed(source, Event.SETTLE)
+
+    def _stop(self, receiving: Receiving, failure: Failure) -> None:
+        """End an attempt without success, with all its sources, unless it already ended."""
+        if not receiving.ended:
+            receiving.failure = failure
+        event = Event.CANCEL if failure.code == "cancelled" else Event.FAIL
+        for source in tuple(receiving.sources.values()):
+            self.drive(source, event)
+            self._settle_if_told(source)
+
+    def _source(self, key: TransferKey, peer: WorkerId) -> Source | None:
+        receiving = self._receivings.get(key)
+        return receiving.sources.get(peer) if receiving is not None else None
+
+    def _sources_of(self, peer: WorkerId) -> list[Source]:
+        return [r.sources[peer] for r in tuple(self._receivings.values()) if peer in r.sources]
 
     def _report(self, receiving: Receiving) -> None:
-        key, grant, result, failure = receiving.grant.key, receiving.grant, receiving.result, receiving.failure
-        done = receiving.session.state.outcome.value == "done"
-        error = None if done or failure is None else error_of(key, str(grant.sender), failure)
-        wire = result.wire if result else WireReport()
-        aux = result.aux if result and done else None
+        """Tell the engine once: at the first failure, or when all sources are done."""
+        if receiving.reported or not receiving.ended:
+            return
+        receiving.reported = True
+        senders = ", ".join(str(worker) for worker in receiving.sources)
+        failure, key = receiving.failure, receiving.key
+        error = error_of(key, senders, str(self._worker), senders, failure) if failure is not None else None
         seconds = receiving.ended_at - receiving.started_at
-        self._outbox.put(TransferOutcome(key, Side.RECEIVER, error, wire, seconds, aux))
+        aux = None if failure is not None else self._aux(receiving)
+        self._outbox.put(TransferOutcome(key, Side.RECEIVER, error, self._wire(receiving), seconds, aux))
+
+    def _aux(self, receiving: Receiving) -> AuxRecord | None:
+        return next((source.result.aux for source in receiving.sources.values() if source.result is not None), None)
+
+    def _wire(self, receiving: Receiving) -> WireReport:
+        """Of the first source that moved anything; with pull the reads are our own."""
+        for source in receiving.sources.values():
+            if source.job is not None:
+                return self._driver.report(source.job, source.plan)
+            if source.result is not None:
+                return source.result.wire
+        return WireReport()
 
 
-def _check_origin(grant: Grant, peer: WorkerId, result: TransferResult) -> None:
-    """Raise RemoteProtocolError unless the result is about exactly the pages and lives of this grant."""
-    if peer != grant.sender or result.sender != grant.sender or result.receiver != grant.receiver:
-        raise RemoteProtocolError(
-            f"result of {result.sender} for {result.receiver} came from {peer}; the grant is from {grant.sender} "
-            f"to {grant.receiver}"
-        )
-    # A sender that has no grant has none to echo; it can only say that nothing was done.
-    unknown = not result.epochs and result.status is not ResultStatus.OK
-    if not unknown and result.epochs != tuple(epochs.tobytes() for epochs in grant.pages.epochs):
-        raise RemoteProtocolError("result echoes other slot epochs than the grant: it is for another life of the pages")
+def _at_once() -> bool:
+    return True
 
 
-def _check_content(receiving: Receiving, result: TransferResult) -> None:
-    """Raise RemoteProtocolError unless a good result accounts for every granted page and for the first token."""
-    grant, wire, aux = receiving.grant, result.wire, result.aux
-    if wire.num_pages != grant.pages.num_pages or (wire.num_slices == 0) != (wire.num_pages == 0):
-        raise RemoteProtocolError(
-            f"result accounts for {wire.num_pages} pages in {wire.num_slices} slices, {grant.pages.num_pages} pages "
-            "were granted"
-        )
-    if receiving.num_slices not in (None, wire.num_slices):
-        raise RemoteProtocolError(f"result says {wire.num_slices} slices, notices say {receiving.num_slices}")
-    if aux is None or len(aux.first_tokens) != 1 or len(aux.first_logprobs) != 1 or aux.draft_tokens:
-        raise RemoteProtocolError(f"result is ok but does not carry exactly one first token: {aux}")
-    if aux.usage.prompt_tokens != grant.prompt.num_tokens:
-        raise RemoteProtocolError(f"result is for {aux.usage.prompt_tokens} prompt tokens, granted was {grant.prompt}")
+def _agent(source: Source) -> str | None:
+    return source.peer.agent if source.peer is not None else None
+
+
+def _over(key: TransferKey) -> Failure:
+    hint = "ask for a new prefill: a key serves one attempt"
+    return Failure("unknown_transfer", Phase.ADMISSION, f"transfer {key} was received here already", hint)
+
+
+def _not_here(key: TransferKey) -> Failure:
+    return Failure("unknown_transfer", Phase.WIRE, f"transfer {key} is not open here")
+
+
+def _silent(result: TransferResult) -> Failure:
+    code = "cancelled" if result.status is ResultStatus.CANCELLED else "failed"
+    return Failure(code, Phase.RESULT, f"{result.sender} gave no reason")

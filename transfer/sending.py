@@ -1,12 +1,13 @@
-"""The sending side of transfers: pages offered, granted a destination, written, answered for."""
+"""The sending side of transfers: pages offered, granted a destination, moved, answered for."""
 
 import logging
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
-from kvferry.cache.errors import RemoteProtocolError, TransportError
-from kvferry.cache.page_table import BlockLists
+from kvferry.cache.errors import RemoteProtocolError
+from kvferry.transfer import fencing
+from kvferry.transfer.attempts import Offer, Sending
+from kvferry.transfer.driving import Driver
+from kvferry.transfer.ended import EndedAttempts
 from kvferry.transfer.notice import Notice
 from kvferry.transfer.outcomes import (
     HangUp,
@@ -15,76 +16,37 @@ from kvferry.transfer.outcomes import (
     PagesReusable,
     SendMessage,
     TransferOutcome,
+    cancelled,
     error_of,
 )
 from kvferry.transfer.peers import Peer, PeerBook
-from kvferry.transfer.plan import TransferPlan
-from kvferry.transfer.session import Action, Event, Exposure, Session, Side, may_reuse
-from kvferry.transfer.transport.base import Transport
+from kvferry.transfer.plan import groups_of
+from kvferry.transfer.proofs import SETTLE_SECONDS, Proofs
+from kvferry.transfer.session import Action, Event, Exposure, Outcome, may_reuse
+from kvferry.transfer.transport.base import Operation
 from kvferry.transfer.types import (
-    AuxRecord,
+    Cancel,
     Failure,
     Grant,
+    Permit,
     Phase,
-    PromptId,
     ResultStatus,
+    Side,
     TransferKey,
     TransferResult,
     WireReport,
     WorkerId,
 )
-from kvferry.transfer.writer import WriteJob, Writer
 
 log = logging.getLogger(__name__)
 
 MAX_UNDELIVERED = 65536
 """Attempts remembered as possibly on their way; each is a write that failed after it was handed over."""
 
+MAX_EARLY_GRANTS = 1024
+"""Grants that may wait for a prompt nobody has offered yet."""
 
-@dataclass(frozen=True)
-class Offer:
-    """A computed prompt whose pages wait for a grant.
-
-    Attributes:
-        deadline: on the transceiver's clock, in seconds; without a grant by then the pages are released.
-        ready: whether the pages' bytes are final (a device event); always true on cpu.
-    """
-
-    key: TransferKey
-    prompt: PromptId
-    pages: BlockLists
-    aux: AuxRecord
-    deadline: float
-    ready: Callable[[], bool]
-
-
-@dataclass(eq=False)
-class Sending:
-    """One attempt on the sending side. Also the listener of its writes."""
-
-    owner: "Sender"
-    offer: Offer
-    deadline: float
-    session: Session = field(default_factory=lambda: Session(Side.SENDER))
-    grant: Grant | None = None
-    job: WriteJob | None = None
-    plan: TransferPlan | None = None
-    failure: Failure | None = None
-    canceller: WorkerId | None = None
-
-    @property
-    def receiver(self) -> WorkerId | None:
-        """Who hears how it ended: who was granted, or who cancelled before that."""
-        return self.grant.receiver if self.grant is not None else self.canceller
-
-    def posted(self) -> None:
-        self.owner.drive(self, Event.POST)
-
-    def written(self) -> None:
-        self.owner.drive(self, Event.WRITTEN)
-
-    def failed(self, message: str) -> None:
-        self.owner.on_write_failed(self, message)
+_LEASE_HINT = "the other side stopped renewing: look whether it runs, or raise transfer.lease_seconds"
 
 
 class Sender:
@@ -96,25 +58,26 @@ class Sender:
     def __init__(
         self,
         worker: WorkerId,
-        transport: Transport,
         peers: PeerBook,
+        driver: Driver,
+        proofs: Proofs,
+        ended: EndedAttempts,
         send: SendMessage,
         outbox: Outbox,
         clock: Callable[[], float],
-        slice_bytes: int,
         hang_up: HangUp,
     ) -> None:
         self._worker = worker
-        self._transport = transport
         self._peers = peers
+        self._driver = driver
+        self._proofs = proofs
+        self._ended = ended
         self._send = send
         self._outbox = outbox
         self._clock = clock
-        self._slice_bytes = slice_bytes
         self._hang_up = hang_up
         self._undelivered: set[TransferKey] = set()
         self._sendings: dict[TransferKey, Sending] = {}
-        self.writer = Writer(transport, clock)
 
     @property
     def num_open(self) -> int:
@@ -125,55 +88,32 @@ class Sender:
         """Receivers that an open attempt is granted to."""
         return {sending.grant.receiver for sending in self._sendings.values() if sending.grant is not None}
 
+    def renewals(self) -> Iterator[tuple[WorkerId, TransferKey]]:
+        """Attempts this side stands by, and who counts on them."""
+        for sending in self._sendings.values():
+            if sending.receiver is not None and not sending.ended:
+                yield sending.receiver, sending.key
+
+    # ---- from the engine
+
     def offer(self, offer: Offer) -> None:
-        """Wait for a grant until the offer's deadline."""
-        self._sendings[offer.key] = Sending(self, offer, offer.deadline)
+        """Wait for a grant, or serve the one that came before, until the offer's deadline."""
+        stopped = self._ended.find(offer.key)
+        sending = self._sendings.get(offer.key)
+        if sending is None:
+            sending = self._open(offer.key, offer.deadline, offer.hold_until)
+        sending.offer = offer
+        if stopped is not None:
+            self._stop(sending, stopped)
+        else:
+            self._match(sending, Event.OFFER)
 
-    def on_grant(self, peer: WorkerId, grant: Grant) -> None:
-        """Start writing, or answer why not."""
-        sending = self._sendings.get(grant.key)
-        if sending is None or not sending.session.allows(Event.GRANT):
-            self._refuse(peer, grant, sending)
-            return
-        sending.grant = grant
-        sending.deadline = self._clock() + grant.timeout_seconds
-        try:
-            sending.plan = self._plan(sending, grant)
-        except RemoteProtocolError as error:
-            self.fail(sending, Failure("bad_grant", Phase.GRANT, str(error)))
-            return
-        self.drive(sending, Event.GRANT)
-
-    def cancel(self, key: TransferKey, reason: str) -> None:
-        """Stop an attempt; unknown ones are ignored."""
+    def cancel(self, key: TransferKey, reason: str) -> bool:
+        """Stop an attempt. Returns whether it is known here."""
         sending = self._sendings.get(key)
         if sending is not None:
-            self._cancel(sending, reason)
-
-    def on_cancel(self, peer: WorkerId, key: TransferKey, reason: str) -> None:
-        """Stop an attempt on a peer's request. The peer hears whether its pages are quiet: now, or when it is known."""
-        sending = self._sendings.get(key)
-        if sending is None:
-            failure = Failure("unknown_transfer", Phase.WIRE, f"transfer {key} is not, or no longer, open here")
-            self._send(peer, self._refusal(peer, key, (), failure, quiet=self._is_delivered(key)))
-        elif sending.receiver in (None, peer):
-            sending.canceller = peer
-            self._cancel(sending, reason)
-        else:
-            log.warning("%s cancelled transfer %s, which is granted to %s: ignored", peer, key, sending.receiver)
-
-    def on_write_failed(self, sending: Sending, message: str) -> None:
-        """Fail an attempt and have the lane to its receiver wired again: after one failed write none can be trusted."""
-        self.fail(sending, Failure("write_failed", Phase.WIRE, message))
-        if sending.grant is not None:
-            self._peers.mark_broken(sending.grant.receiver)
-            self._hang_up(sending.grant.receiver, f"a write failed: {message}")
-
-    def on_channel_lost(self, peer: WorkerId, reason: str) -> None:
-        """Fail every attempt that is granted to this peer."""
-        for sending in tuple(self._sendings.values()):
-            if sending.grant is not None and sending.grant.receiver == peer:
-                self.fail(sending, Failure("peer_lost", Phase.WIRE, reason))
+            self._stop(sending, cancelled(reason))
+        return sending is not None
 
     def fail(self, sending: Sending, failure: Failure) -> None:
         """End an attempt without success, unless it already ended."""
@@ -184,40 +124,202 @@ class Sender:
         for sending in tuple(self._sendings.values()):
             self.fail(sending, failure)
 
-    def expire(self, now: float) -> None:
-        """Fail overdue attempts and try again to settle those whose writes could not be taken back."""
+    # ---- from the receiver
+
+    def on_grant(self, peer: WorkerId, grant: Grant) -> None:
+        """Start moving, keep the grant until there is something to move, or answer why not."""
+        sending = self._sendings.get(grant.key) or self._expect(grant)
+        if sending is not None and sending.grant is not None and _same(sending.grant, grant):
+            return
+        if sending is None or not sending.session.allows(Event.GRANT):
+            self._refuse(peer, grant, sending)
+            return
+        sending.grant = grant
+        sending.session.direction = grant.direction
+        sending.deadline = self._clock() + grant.timeout_seconds
+        # Renewals move it; until the first of them only the deadline counts.
+        sending.lease_until = sending.deadline
+        try:
+            sending.peer = self._peer(grant)
+            sending.peer.planner.check_pages(grant.prompt.num_tokens, grant.pages)
+        except RemoteProtocolError as error:
+            self.fail(sending, Failure("bad_grant", Phase.GRANT, str(error)))
+            return
+        self._match(sending, Event.GRANT)
+
+    def on_cancel(self, peer: WorkerId, cancel: Cancel) -> None:
+        """Stop an attempt on its receiver's request.
+
+        With push the receiver hears whether its pages are quiet: now, or when it is known.
+        """
+        sending = self._sendings.get(cancel.key)
+        if sending is None:
+            self._ended.remember(cancel.key, cancel.failure)
+            if not cancel.quiet:
+                failure = Failure("unknown_transfer", Phase.WIRE, f"transfer {cancel.key} is not open here")
+                quiet = self._is_delivered(cancel.key)
+                self._send(peer, self._refusal(peer, cancel.key, cancel.fence, failure, quiet=quiet))
+        elif sending.receiver in (None, peer):
+            sending.guest, sending.guest_fence = peer, cancel.fence
+            sending.told_quiet = sending.told_quiet or (cancel.quiet and fencing.is_about(cancel.fence, sending.grant))
+            self._stop(sending, cancel.failure)
+        else:
+            log.warning("%s cancelled transfer %s, which is %s's: ignored", peer, cancel.key, sending.receiver)
+
+    def on_renewal(self, peer: WorkerId, key: TransferKey, lease_seconds: float) -> None:
+        """The receiver stands by an attempt. One that ended here is answered; one that never began may still come."""
+        sending = self._sendings.get(key)
+        failure = self._ended.find(key)
+        if sending is None and failure is not None:
+            self._send(peer, self._refusal(peer, key, 0, failure, quiet=self._is_delivered(key)))
+        elif sending is not None and sending.receiver in (None, peer):
+            sending.guest = peer
+            sending.lease_until = self._clock() + lease_seconds
+
+    def on_notice(self, agent: str, notice: Notice) -> bool:
+        """Count a read that is over. Returns whether the attempt is one of these. Raises RemoteProtocolError."""
+        sending = self._sendings.get(notice.key)
+        if sending is None:
+            return False
+        grant, peer = sending.grant, sending.peer
+        if grant is None or peer is None or peer.agent != agent or sending.session.drives:
+            raise RemoteProtocolError(f"transfer {notice.key} permits {agent} no reads")
+        fencing.check_life(notice.incarnation, self._worker)
+        fencing.check_fence(notice.fence, grant)
+        sending.landing.note(notice)
+        self._check_landed(sending)
+        return True
+
+    def on_channel_up(self, peer: WorkerId) -> None:
+        """Say again how attempts ended whose reads may not be over: the answer says whether they are."""
         for sending in tuple(self._sendings.values()):
-            if now >= sending.deadline and not sending.session.state.outcome.terminal:
-                message = "no grant came in time" if sending.grant is None else "the writes did not end in time"
-                self.fail(sending, Failure("timeout", Phase.GRANT if sending.grant is None else Phase.WIRE, message))
-            elif sending.session.state.exposure is Exposure.IN_DOUBT and self._abort(sending):
-                self.drive(sending, Event.SETTLE)
+            if sending.receiver == peer and sending.ended and not sending.session.drives:
+                self._answer(sending)
+
+    def on_channel_lost(self, peer: WorkerId, reason: str) -> None:
+        """Fail every attempt of this peer. Without a channel no word of it will come: what it may read is in doubt."""
+        for sending in tuple(self._sendings.values()):
+            if sending.receiver == peer and sending.grant is not None:
+                self.fail(
+                    sending, Failure("peer_lost", Phase.WIRE, reason, layer_groups=groups_of(sending.grant.pages))
+                )
+                if not sending.session.drives:
+                    self._drive_if_allowed(sending, Event.DOUBT)
+
+    # ---- from the transport and the clock
+
+    def on_post_failed(self, sending: Sending, message: str) -> None:
+        """Fail an attempt and have the lane to its receiver wired again: after one failed write none can be trusted."""
+        assert sending.grant is not None
+        hint = "the connection is made anew; look into both workers' logs if it happens again"
+        self.fail(sending, Failure("write_failed", Phase.WIRE, message, hint, groups_of(sending.grant.pages)))
+        self._peers.mark_broken(sending.grant.receiver)
+        self._hang_up(sending.grant.receiver, f"a write failed: {message}")
+
+    def expire(self, now: float) -> None:
+        """Fail overdue attempts and try again to settle those that may still be touched."""
+        for sending in tuple(self._sendings.values()):
+            if not sending.ended:
+                self._check_time(sending, now)
+            elif sending.session.drives:
+                self._settle_posts(sending)
+            else:
+                self._settle_reads(sending, now)
+
+    def _check_time(self, sending: Sending, now: float) -> None:
+        phase = Phase.GRANT if sending.grant is None else Phase.WIRE
+        groups = groups_of(sending.grant.pages) if sending.grant is not None else ()
+        if now >= sending.deadline:
+            message = "no grant came in time" if sending.grant is None else "the pages were not moved in time"
+            self.fail(sending, Failure("timeout", phase, message, layer_groups=groups))
+        elif now >= sending.lease_until:
+            message = "no grant and no renewal came in time" if sending.receiver is None else "its lease ran out"
+            self.fail(sending, Failure("lease_expired", phase, message, _LEASE_HINT, groups))
+
+    def _settle_posts(self, sending: Sending) -> None:
+        if sending.session.state.exposure is Exposure.IN_DOUBT and self._driver.abort(sending.job):
+            self.drive(sending, Event.SETTLE)
+
+    def _settle_reads(self, sending: Sending, now: float) -> None:
+        if now >= sending.ended_at + SETTLE_SECONDS:
+            self._drive_if_allowed(sending, Event.DOUBT)
+        if sending.session.state.exposure is not Exposure.IN_DOUBT or sending.peer is None:
+            return
+        if self._proofs.quiet(sending.peer):
+            self.drive(sending, Event.SETTLE)
+        elif now >= sending.asked_at + SETTLE_SECONDS:
+            # The question or its answer may have been lost to a full queue.
+            self._answer(sending)
+
+    # ---- the session
 
     def drive(self, sending: Sending, event: Event) -> None:
         """Move the session, give its pages back when they may be reused, and do what its table asks."""
+        ended_before = sending.ended
         actions = sending.session.apply(event)
-        if may_reuse(sending.session.state) and self._sendings.pop(sending.offer.key, None) is not None:
-            self._note_undelivered(sending)
-            self._outbox.put(PagesReusable(sending.offer.key, Side.SENDER))
+        if sending.ended and not ended_before:
+            sending.ended_at = self._clock()
+            self._ended.remember(sending.key, sending.failure or _over(sending.key))
+        if may_reuse(sending.session.state):
+            self._release(sending)
+        elif event is Event.DOUBT and sending.offer is not None:
+            self._outbox.put(PagesInDoubt(sending.key, Side.SENDER))
         for action in actions:
             self._act(sending, action)
 
-    def _act(self, sending: Sending, action: Action) -> None:
-        if action is Action.START_WRITES:
-            self._start(sending)
-        elif action is Action.ABORT_WRITES:
-            self._try_settle(sending)
-        elif action is Action.SEND_RESULT:
-            self._answer(sending)
-        elif action is Action.REPORT:
-            self._report(sending)
+    def _drive_if_allowed(self, sending: Sending, event: Event) -> None:
+        if sending.session.allows(event):
+            self.drive(sending, event)
 
-    def _plan(self, sending: Sending, grant: Grant) -> TransferPlan:
+    def _release(self, sending: Sending) -> None:
+        if self._sendings.pop(sending.key, None) is not None:
+            self._note_undelivered(sending)
+            if sending.offer is not None:
+                self._outbox.put(PagesReusable(sending.key, Side.SENDER))
+
+    def _act(self, sending: Sending, action: Action) -> None:
+        match action:
+            case Action.START:
+                self._start(sending)
+            case Action.ABORT:
+                self._abort(sending)
+            case Action.SEND_PERMIT:
+                self._permit(sending)
+            case Action.SEND_RESULT:
+                self._answer(sending)
+            case Action.REPORT:
+                self._report(sending)
+
+    def _open(self, key: TransferKey, deadline: float, lease_until: float) -> Sending:
+        sending = Sending(self, key, deadline, lease_until)
+        self._sendings[key] = sending
+        return sending
+
+    def _expect(self, grant: Grant) -> Sending | None:
+        """Generation-first: the prompt of this grant is not computed yet."""
+        waiting = sum(sending.offer is None for sending in self._sendings.values())
+        if not grant.early or waiting >= MAX_EARLY_GRANTS or self._ended.find(grant.key) is not None:
+            return None
+        deadline = self._clock() + grant.timeout_seconds
+        return self._open(grant.key, deadline, deadline)
+
+    def _match(self, sending: Sending, event: Event) -> None:
+        """Take in one of offer and grant; once both are there, they must be about the same prompt."""
+        if sending.offer is not None and sending.grant is not None:
+            try:
+                self._plan(sending, sending.offer, sending.grant)
+            except RemoteProtocolError as error:
+                self.fail(sending, Failure("bad_grant", Phase.GRANT, str(error)))
+                return
+        self.drive(sending, event)
+
+    def _plan(self, sending: Sending, offer: Offer, grant: Grant) -> None:
         peer = self._peer(grant)
-        if grant.prompt != sending.offer.prompt:
-            raise RemoteProtocolError(f"grant is for {grant.prompt}, computed was {sending.offer.prompt}")
-        peer.planner.check_grant(grant.prompt.num_tokens, grant.pages)
-        return peer.planner.plan(sending.offer.pages, grant.pages)
+        if grant.prompt != offer.prompt:
+            raise RemoteProtocolError(f"grant is for {grant.prompt}, computed was {offer.prompt}")
+        if grant.request_id != offer.request_id:
+            raise RemoteProtocolError(f"grant is for request {grant.request_id!r}, computed was {offer.request_id!r}")
+        sending.plan = peer.planner.plan(offer.pages, grant.pages)
 
     def _peer(self, grant: Grant) -> Peer:
         peer = self._peers.find(grant.receiver)
@@ -230,66 +332,88 @@ class Sender:
 
     def _start(self, sending: Sending) -> None:
         assert sending.grant is not None
+        assert sending.offer is not None
+        assert sending.peer is not None
         assert sending.plan is not None
-        peer = self._peer(sending.grant)
-        incarnation = sending.grant.receiver.incarnation
-        slices = deque(sending.plan.slices(self._slice_bytes))
-        count = len(slices)
-        sending.job = WriteJob(
-            peer=peer.agent,
-            local=self._peers.own_runs,
-            remote=peer.runs,
-            slices=slices,
-            notification=lambda index: Notice(sending.offer.key, incarnation, index, count).pack(),
-            ready=sending.offer.ready,
-            listener=sending,
+        sending.job = self._driver.start(
+            Operation.WRITE, sending.plan, sending.peer, sending.grant, sending.offer.ready, sending
         )
-        if slices:
-            self.writer.add(sending.job)
-        else:
-            self.drive(sending, Event.WRITTEN)
+        if not sending.job.num_slices:
+            self.drive(sending, Event.MOVED)
 
-    def _abort(self, sending: Sending) -> bool:
-        return sending.job is None or self.writer.abort(sending.job)
-
-    def _try_settle(self, sending: Sending) -> None:
+    def _abort(self, sending: Sending) -> None:
         """Take back the writes of a failed attempt; without exposure there is nothing to prove."""
-        quiet = self._abort(sending)
+        quiet = self._driver.abort(sending.job)
         if sending.session.state.exposure is Exposure.EXPOSED:
             self.drive(sending, Event.SETTLE if quiet else Event.DOUBT)
 
-    def _cancel(self, sending: Sending, reason: str) -> None:
-        sending.failure = sending.failure or Failure("cancelled", Phase.WIRE, reason)
-        self.drive(sending, Event.CANCEL)
+    def _permit(self, sending: Sending) -> None:
+        assert sending.grant is not None
+        assert sending.offer is not None
+        assert sending.peer is not None
+        grant = sending.grant
+        pages = sending.peer.planner.permit(sending.offer.pages, grant.pages)
+        rest = max(0.001, sending.deadline - self._clock())
+        permit = Permit(grant.key, self._worker, grant.receiver, grant.fence, pages, rest)
+        if not self._send(grant.receiver, permit):
+            self.fail(sending, Failure("peer_lost", Phase.GRANT, f"no channel to {grant.receiver}"))
+            # The permit never left, so nobody was ever allowed to read.
+            self._drive_if_allowed(sending, Event.SETTLE)
+        elif not grant.pages.num_pages:
+            sending.landing.expect(0)
+            self._check_landed(sending)
+
+    def _check_landed(self, sending: Sending) -> None:
+        if sending.landing.complete:
+            self._drive_if_allowed(sending, Event.LANDED)
+
+    def _stop(self, sending: Sending, failure: Failure) -> None:
+        """End an attempt for a reason from elsewhere: cancelled, or failed there."""
+        sending.failure = sending.failure or failure
+        self.drive(sending, Event.CANCEL if failure.code == "cancelled" else Event.FAIL)
+        if sending.told_quiet and not sending.session.drives:
+            self._drive_if_allowed(sending, Event.SETTLE)
+
+    # ---- answers
 
     def _answer(self, sending: Sending) -> None:
+        sending.asked_at = self._clock()
         if sending.receiver is not None:
             self._send(sending.receiver, self._result(sending, sending.receiver))
 
     def _result(self, sending: Sending, receiver: WorkerId) -> TransferResult:
-        outcome = sending.session.state.outcome.value
-        status = {"done": ResultStatus.OK, "cancelled": ResultStatus.CANCELLED}.get(outcome, ResultStatus.FAILED)
-        undelivered = sending.job is not None and sending.job.undelivered
+        outcome = sending.session.state.outcome
+        status = {Outcome.DONE: ResultStatus.OK, Outcome.CANCELLED: ResultStatus.CANCELLED}.get(
+            outcome, ResultStatus.FAILED
+        )
+        ok = status is ResultStatus.OK
         return TransferResult(
-            key=sending.offer.key,
+            key=sending.key,
             sender=self._worker,
             receiver=receiver,
             status=status,
-            epochs=_epochs(sending.grant) if sending.grant is not None else (),
-            quiet=may_reuse(sending.session.state) and not undelivered,
+            fence=sending.grant.fence if sending.grant is not None else sending.guest_fence,
+            quiet=self._is_quiet(sending),
             wire=self._wire(sending),
-            aux=sending.offer.aux if status is ResultStatus.OK else None,
-            failure=None if status is ResultStatus.OK else sending.failure,
+            aux=sending.offer.aux if ok and sending.offer is not None else None,
+            failure=None if ok else sending.failure,
         )
+
+    def _is_quiet(self, sending: Sending) -> bool:
+        """Whether no write of ours and, as far as is known, no read of the receiver's is under way any more."""
+        undelivered = sending.job is not None and sending.job.undelivered
+        return may_reuse(sending.session.state) and not undelivered
 
     def _refuse(self, peer: WorkerId, grant: Grant, sending: Sending | None) -> None:
         """Answer a grant that cannot be served without touching the attempt, if there is one."""
-        state = "unknown here: expired, cancelled or never offered" if sending is None else sending.session.state
-        failure = Failure("unknown_transfer", Phase.GRANT, f"transfer {grant.key} is {state}")
+        reason = self._ended.find(grant.key) if sending is None else None
+        state = sending.session.state if sending else f"over here: {reason}" if reason else "unknown here"
+        hint = "ask for a new prefill: a key serves one attempt"
+        failure = Failure("unknown_transfer", Phase.GRANT, f"transfer {grant.key} is {state}", hint)
         log.warning("grant from %s refused: %s", peer, failure.message)
         # A grant that was never served exposes nothing, unless it repeats one that was.
         quiet = self._is_delivered(grant.key) if sending is None else sending.receiver != peer
-        self._send(peer, self._refusal(peer, grant.key, _epochs(grant), failure, quiet=quiet))
+        self._send(peer, self._refusal(peer, grant.key, grant.fence, failure, quiet=quiet))
 
     def _note_undelivered(self, sending: Sending) -> None:
         """Remember an attempt whose bytes may still be on their way.
@@ -297,47 +421,37 @@ class Sender:
         For good: its receiver may be away for long, come back, and ask.
         """
         if sending.job is not None and sending.job.undelivered and len(self._undelivered) < MAX_UNDELIVERED:
-            self._undelivered.add(sending.offer.key)
+            self._undelivered.add(sending.key)
 
     def _is_delivered(self, key: TransferKey) -> bool:
         """Whether no byte of an attempt that is over is on its way. Too many to remember: none is known to be."""
         return key not in self._undelivered and len(self._undelivered) < MAX_UNDELIVERED
 
     def _refusal(
-        self, peer: WorkerId, key: TransferKey, epochs: tuple[bytes, ...], failure: Failure, *, quiet: bool
+        self, peer: WorkerId, key: TransferKey, fence: int, failure: Failure, *, quiet: bool
     ) -> TransferResult:
-        return TransferResult(key, self._worker, peer, ResultStatus.FAILED, epochs, quiet=quiet, failure=failure)
+        return TransferResult(key, self._worker, peer, ResultStatus.FAILED, fence, quiet=quiet, failure=failure)
 
     def _wire(self, sending: Sending) -> WireReport:
-        job, plan = sending.job, sending.plan
-        if job is None or plan is None or not job.num_slices:
-            return WireReport()
-        return WireReport(
-            num_slices=job.num_slices,
-            num_pages=plan.num_pages,
-            num_bytes=plan.num_bytes,
-            num_descriptors=job.num_descriptors,
-            seconds=max(0.0, job.ended_at - job.started_at),
-            lane=self._lane(job.peer),
-        )
-
-    def _lane(self, agent: str) -> str:
-        """The lane of the last write; a peer that was forgotten meanwhile has none any more."""
-        try:
-            return self._transport.lane(agent)
-        except TransportError:
-            return "unknown"
+        """With pull the receiver knows what it cost; the pages are what it granted."""
+        if sending.session.drives or sending.plan is None or not sending.plan.num_pages:
+            return self._driver.report(sending.job, sending.plan)
+        slices = sending.landing.num_slices or 0
+        return WireReport(num_slices=slices, num_pages=sending.plan.num_pages, num_bytes=sending.plan.num_bytes)
 
     def _report(self, sending: Sending) -> None:
-        key, failure = sending.offer.key, sending.failure
-        state = sending.session.state
-        peer = str(sending.grant.receiver) if sending.grant else ""
-        error = error_of(key, peer, failure) if failure and state.outcome.value != "done" else None
+        """Also when nothing was offered yet: whoever computes the prompt may stop."""
+        failed, receiver = sending.session.state.outcome is not Outcome.DONE, str(sending.receiver or "")
+        failure = sending.failure if failed else None
+        error = error_of(sending.key, str(self._worker), receiver, receiver, failure) if failure else None
         wire = self._wire(sending)
-        self._outbox.put(TransferOutcome(key, Side.SENDER, error, wire, wire.seconds))
-        if state.exposure is Exposure.IN_DOUBT:
-            self._outbox.put(PagesInDoubt(key, Side.SENDER))
+        self._outbox.put(TransferOutcome(sending.key, Side.SENDER, error, wire, wire.seconds))
 
 
-def _epochs(grant: Grant) -> tuple[bytes, ...]:
-    return tuple(epochs.tobytes() for epochs in grant.pages.epochs)
+def _same(one: Grant, other: Grant) -> bool:
+    """Whether a grant repeats another: said twice, it changes nothing."""
+    return (one.receiver, one.fence, one.direction) == (other.receiver, other.fence, other.direction)
+
+
+def _over(key: TransferKey) -> Failure:
+    return Failure("unknown_transfer", Phase.GRANT, f"transfer {key} was served already")

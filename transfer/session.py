@@ -1,13 +1,17 @@
-"""The life of one transfer as a literal table. No I/O, no threads, no clock.
+"""The life of one transfer as literal tables. No I/O, no threads, no clock.
 
 Two coupled machines describe an attempt on each side. The *outcome* says how far it got; the *exposure* says whether
 the pages may still be touched by the wire:
 
-    outcome    NEW -> GRANTED -> POSTED -> DONE | FAILED | CANCELLED
+    outcome    NEW -> OFFERED, GRANTED -> READY -> POSTED -> ANSWERED -> DONE | FAILED | CANCELLED
     exposure   PRIVATE -> EXPOSED -> QUIET | IN_DOUBT,  IN_DOUBT -> QUIET on proof only
 
-For the sender, exposed pages may still be read by its own posts. For the receiver, they may still be written by the
-peer. A state that lacks an event does not allow it. `may_reuse` is the only judge of whether pages may be used again.
+Four tables: two sides, two directions. With push the sender writes into granted pages: its own are exposed to its own
+posts, the receiver's to the peer's. With pull the receiver reads under a permit, and it is the other way round. Both
+schedules are the same tables: context-first the offer comes before the grant, generation-first after it.
+
+A session belongs to one attempt and one rank at the other end. A state that lacks an event does not allow it.
+`may_reuse` is the only judge of whether pages may be used again.
 """
 
 import enum
@@ -15,21 +19,23 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvferry.cache.errors import LocalProtocolError
-
-
-class Side(enum.Enum):
-    """Which end of the transfer a session is."""
-
-    SENDER = "sender"
-    RECEIVER = "receiver"
+from kvferry.transfer.types import Direction, Side
 
 
 class Outcome(enum.Enum):
-    """How far an attempt got."""
+    """How far an attempt got.
+
+    NEW: known. OFFERED: the pages to send are computed, nobody asked for them yet. GRANTED: the receiver asked, and the
+    next word is the sender's. READY: both are there. POSTED: a post of this side was handed to the transport. ANSWERED:
+    the sender's last word came before the data.
+    """
 
     NEW = "new"
+    OFFERED = "offered"
     GRANTED = "granted"
+    READY = "ready"
     POSTED = "posted"
+    ANSWERED = "answered"
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -61,20 +67,20 @@ class State(NamedTuple):
 class Event(enum.Enum):
     """What can happen to an attempt.
 
-    GRANT: sender: a valid grant arrived; receiver: the grant is about to leave.
-    POST: the first write was handed to the transport (sender).
-    WRITTEN: every write is done, or there was nothing to write (sender).
-    RESULT: the sender says everything was posted, with the aux record (receiver).
-    LANDED: a notification for every write arrived (receiver).
-    FAIL, CANCEL: the attempt ends without success.
-    SETTLE: proof that nothing touches the pages any more. DOUBT: no such proof can be had for now.
+    OFFER: the pages to send are computed. GRANT: a valid grant arrived, or is about to leave. PERMIT: a valid permit
+    arrived. POST: the first post of this side is about to be handed to the transport. MOVED: every post of this side is
+    done, or there was nothing to post. LANDED: a notification for every post of the other side arrived. RESULT: the
+    sender says that all went well. FAIL, CANCEL: the attempt ends without success. SETTLE: proof that nothing touches
+    the pages any more. DOUBT: no such proof can be had for now.
     """
 
+    OFFER = enum.auto()
     GRANT = enum.auto()
+    PERMIT = enum.auto()
     POST = enum.auto()
-    WRITTEN = enum.auto()
-    RESULT = enum.auto()
+    MOVED = enum.auto()
     LANDED = enum.auto()
+    RESULT = enum.auto()
     FAIL = enum.auto()
     CANCEL = enum.auto()
     SETTLE = enum.auto()
@@ -82,17 +88,18 @@ class Event(enum.Enum):
 
 
 class Action(enum.Enum):
-    """What the shell does on entering a state by a transition.
+    """What the shell does on the way, in order.
 
-    SEND_GRANT, SEND_RESULT, SEND_CANCEL: tell the peer. START_WRITES, ABORT_WRITES: drive the transport.
-    REPORT: tell the engine the outcome.
+    SEND_GRANT, SEND_PERMIT, SEND_RESULT, SEND_CANCEL: tell the peer. START, ABORT: the posts of this side. REPORT: tell
+    the engine the outcome.
     """
 
     SEND_GRANT = enum.auto()
+    SEND_PERMIT = enum.auto()
     SEND_RESULT = enum.auto()
     SEND_CANCEL = enum.auto()
-    START_WRITES = enum.auto()
-    ABORT_WRITES = enum.auto()
+    START = enum.auto()
+    ABORT = enum.auto()
     REPORT = enum.auto()
 
 
@@ -103,148 +110,211 @@ class Transition(NamedTuple):
     actions: tuple[Action, ...] = ()
 
 
-Table = Mapping[State, Mapping[Event, Transition]]
+Row = Mapping[Event, Transition]
+Table = Mapping[State, Row]
 
-_NEW, _GRANTED, _POSTED, _DONE = Outcome.NEW, Outcome.GRANTED, Outcome.POSTED, Outcome.DONE
-_FAILED, _CANCELLED = Outcome.FAILED, Outcome.CANCELLED
+_NEW, _OFFERED, _GRANTED, _READY = Outcome.NEW, Outcome.OFFERED, Outcome.GRANTED, Outcome.READY
+_POSTED, _ANSWERED, _DONE = Outcome.POSTED, Outcome.ANSWERED, Outcome.DONE
 _PRIVATE, _EXPOSED, _QUIET, _IN_DOUBT = Exposure.PRIVATE, Exposure.EXPOSED, Exposure.QUIET, Exposure.IN_DOUBT
+_RESULT, _CANCEL, _REPORT = Action.SEND_RESULT, Action.SEND_CANCEL, Action.REPORT
 
 
 def _to(outcome: Outcome, exposure: Exposure, *actions: Action) -> Transition:
     return Transition(State(outcome, exposure), actions)
 
 
-def _over(outcome: Outcome, exposure: Exposure) -> Mapping[Event, Transition]:
+def _stops(exposure: Exposure, *actions: Action) -> Row:
+    """An attempt that is under way can fail and be cancelled alike."""
+    return {
+        Event.FAIL: _to(Outcome.FAILED, exposure, *actions),
+        Event.CANCEL: _to(Outcome.CANCELLED, exposure, *actions),
+    }
+
+
+def _over(outcome: Outcome, exposure: Exposure) -> Row:
     """A finished attempt: late failures and cancels race with its end and change nothing."""
     same = _to(outcome, exposure)
     return {Event.FAIL: same, Event.CANCEL: same}
 
 
-SENDER: Table = {
+def _aftermath(proofs: tuple[Event, ...], told: tuple[Action, ...], told_later: tuple[Action, ...]) -> Table:
+    """What follows a failure or a cancel: the wait for proof.
+
+    Args:
+        proofs: events that prove quiet.
+        told: what is done once it is known, or known to be unknown for now, whether the pages are quiet.
+        told_later: what is done when proof comes after doubt.
+    """
+    rows: dict[State, Row] = {}
+    for outcome in (Outcome.FAILED, Outcome.CANCELLED):
+        rows[State(outcome, _PRIVATE)] = _over(outcome, _PRIVATE)
+        rows[State(outcome, _EXPOSED)] = {
+            **_over(outcome, _EXPOSED),
+            **{proof: _to(outcome, _QUIET, *told) for proof in proofs},
+            Event.DOUBT: _to(outcome, _IN_DOUBT, *told),
+        }
+        rows[State(outcome, _IN_DOUBT)] = {
+            **_over(outcome, _IN_DOUBT),
+            **{proof: _to(outcome, _QUIET, *told_later) for proof in proofs},
+        }
+        rows[State(outcome, _QUIET)] = _over(outcome, _QUIET)
+    return rows
+
+
+PUSH_SENDER: Table = {
     State(_NEW, _PRIVATE): {
-        Event.GRANT: _to(_GRANTED, _PRIVATE, Action.START_WRITES),
-        Event.FAIL: _to(_FAILED, _PRIVATE, Action.SEND_RESULT, Action.REPORT),
-        Event.CANCEL: _to(_CANCELLED, _PRIVATE, Action.SEND_RESULT, Action.REPORT),
+        Event.OFFER: _to(_OFFERED, _PRIVATE),
+        Event.GRANT: _to(_GRANTED, _PRIVATE),
+        **_stops(_PRIVATE, _RESULT, _REPORT),
+    },
+    State(_OFFERED, _PRIVATE): {
+        Event.GRANT: _to(_READY, _PRIVATE, Action.START),
+        **_stops(_PRIVATE, _RESULT, _REPORT),
     },
     State(_GRANTED, _PRIVATE): {
+        Event.OFFER: _to(_READY, _PRIVATE, Action.START),
+        **_stops(_PRIVATE, _RESULT, _REPORT),
+    },
+    State(_READY, _PRIVATE): {
         Event.POST: _to(_POSTED, _EXPOSED),
-        Event.WRITTEN: _to(_DONE, _PRIVATE, Action.SEND_RESULT, Action.REPORT),
-        Event.FAIL: _to(_FAILED, _PRIVATE, Action.ABORT_WRITES, Action.SEND_RESULT, Action.REPORT),
-        Event.CANCEL: _to(_CANCELLED, _PRIVATE, Action.ABORT_WRITES, Action.SEND_RESULT, Action.REPORT),
+        Event.MOVED: _to(_DONE, _PRIVATE, _RESULT, _REPORT),
+        **_stops(_PRIVATE, Action.ABORT, _RESULT, _REPORT),
     },
     State(_POSTED, _EXPOSED): {
-        Event.WRITTEN: _to(_DONE, _QUIET, Action.SEND_RESULT, Action.REPORT),
-        Event.FAIL: _to(_FAILED, _EXPOSED, Action.ABORT_WRITES),
-        Event.CANCEL: _to(_CANCELLED, _EXPOSED, Action.ABORT_WRITES),
-    },
-    State(_FAILED, _EXPOSED): {
-        **_over(_FAILED, _EXPOSED),
-        Event.SETTLE: _to(_FAILED, _QUIET, Action.SEND_RESULT, Action.REPORT),
-        Event.DOUBT: _to(_FAILED, _IN_DOUBT, Action.SEND_RESULT, Action.REPORT),
-    },
-    State(_CANCELLED, _EXPOSED): {
-        **_over(_CANCELLED, _EXPOSED),
-        Event.SETTLE: _to(_CANCELLED, _QUIET, Action.SEND_RESULT, Action.REPORT),
-        Event.DOUBT: _to(_CANCELLED, _IN_DOUBT, Action.SEND_RESULT, Action.REPORT),
-    },
-    State(_FAILED, _IN_DOUBT): {
-        **_over(_FAILED, _IN_DOUBT),
-        Event.SETTLE: _to(_FAILED, _QUIET, Action.SEND_RESULT),
-    },
-    State(_CANCELLED, _IN_DOUBT): {
-        **_over(_CANCELLED, _IN_DOUBT),
-        Event.SETTLE: _to(_CANCELLED, _QUIET, Action.SEND_RESULT),
+        Event.MOVED: _to(_DONE, _QUIET, _RESULT, _REPORT),
+        **_stops(_EXPOSED, Action.ABORT),
     },
     State(_DONE, _PRIVATE): _over(_DONE, _PRIVATE),
     State(_DONE, _QUIET): _over(_DONE, _QUIET),
-    State(_FAILED, _PRIVATE): _over(_FAILED, _PRIVATE),
-    State(_FAILED, _QUIET): _over(_FAILED, _QUIET),
-    State(_CANCELLED, _PRIVATE): _over(_CANCELLED, _PRIVATE),
-    State(_CANCELLED, _QUIET): _over(_CANCELLED, _QUIET),
+    **_aftermath((Event.SETTLE,), (_RESULT, _REPORT), (_RESULT,)),
 }
-"""The side whose pages are read."""
+"""The side whose pages are read, by its own writes to the peer."""
 
 
-RECEIVER: Table = {
+PUSH_RECEIVER: Table = {
     State(_NEW, _PRIVATE): {
         Event.GRANT: _to(_GRANTED, _EXPOSED, Action.SEND_GRANT),
-        Event.FAIL: _to(_FAILED, _PRIVATE, Action.REPORT),
-        Event.CANCEL: _to(_CANCELLED, _PRIVATE, Action.REPORT),
+        **_stops(_PRIVATE, _CANCEL, _REPORT),
     },
     State(_GRANTED, _EXPOSED): {
         Event.LANDED: _to(_GRANTED, _QUIET),
-        Event.RESULT: _to(_POSTED, _EXPOSED),
-        Event.FAIL: _to(_FAILED, _EXPOSED, Action.SEND_CANCEL, Action.REPORT),
-        Event.CANCEL: _to(_CANCELLED, _EXPOSED, Action.SEND_CANCEL, Action.REPORT),
+        Event.RESULT: _to(_ANSWERED, _EXPOSED),
+        **_stops(_EXPOSED, _CANCEL, _REPORT),
     },
     State(_GRANTED, _QUIET): {
-        Event.RESULT: _to(_DONE, _QUIET, Action.REPORT),
-        Event.FAIL: _to(_FAILED, _QUIET, Action.SEND_CANCEL, Action.REPORT),
-        Event.CANCEL: _to(_CANCELLED, _QUIET, Action.SEND_CANCEL, Action.REPORT),
+        Event.RESULT: _to(_DONE, _QUIET, _REPORT),
+        **_stops(_QUIET, _CANCEL, _REPORT),
     },
-    State(_POSTED, _EXPOSED): {
-        Event.LANDED: _to(_DONE, _QUIET, Action.REPORT),
-        Event.FAIL: _to(_FAILED, _EXPOSED, Action.SEND_CANCEL, Action.REPORT),
-        Event.CANCEL: _to(_CANCELLED, _EXPOSED, Action.SEND_CANCEL, Action.REPORT),
-    },
-    State(_FAILED, _EXPOSED): {
-        **_over(_FAILED, _EXPOSED),
-        Event.LANDED: _to(_FAILED, _QUIET),
-        Event.SETTLE: _to(_FAILED, _QUIET),
-        Event.DOUBT: _to(_FAILED, _IN_DOUBT),
-    },
-    State(_CANCELLED, _EXPOSED): {
-        **_over(_CANCELLED, _EXPOSED),
-        Event.LANDED: _to(_CANCELLED, _QUIET),
-        Event.SETTLE: _to(_CANCELLED, _QUIET),
-        Event.DOUBT: _to(_CANCELLED, _IN_DOUBT),
-    },
-    State(_FAILED, _IN_DOUBT): {
-        **_over(_FAILED, _IN_DOUBT),
-        Event.LANDED: _to(_FAILED, _QUIET),
-        Event.SETTLE: _to(_FAILED, _QUIET),
-    },
-    State(_CANCELLED, _IN_DOUBT): {
-        **_over(_CANCELLED, _IN_DOUBT),
-        Event.LANDED: _to(_CANCELLED, _QUIET),
-        Event.SETTLE: _to(_CANCELLED, _QUIET),
+    State(_ANSWERED, _EXPOSED): {
+        Event.LANDED: _to(_DONE, _QUIET, _REPORT),
+        **_stops(_EXPOSED, _CANCEL, _REPORT),
     },
     State(_DONE, _QUIET): _over(_DONE, _QUIET),
-    State(_FAILED, _PRIVATE): _over(_FAILED, _PRIVATE),
-    State(_FAILED, _QUIET): _over(_FAILED, _QUIET),
-    State(_CANCELLED, _PRIVATE): _over(_CANCELLED, _PRIVATE),
-    State(_CANCELLED, _QUIET): _over(_CANCELLED, _QUIET),
+    **_aftermath((Event.LANDED, Event.SETTLE), (), ()),
 }
-"""The side whose pages are written."""
+"""The side whose pages are written, by the peer."""
 
-TABLES: Mapping[Side, Table] = {Side.SENDER: SENDER, Side.RECEIVER: RECEIVER}
+
+PULL_SENDER: Table = {
+    State(_NEW, _PRIVATE): {
+        Event.OFFER: _to(_OFFERED, _PRIVATE),
+        Event.GRANT: _to(_GRANTED, _PRIVATE),
+        **_stops(_PRIVATE, _RESULT, _REPORT),
+    },
+    State(_OFFERED, _PRIVATE): {
+        Event.GRANT: _to(_READY, _EXPOSED, Action.SEND_PERMIT),
+        **_stops(_PRIVATE, _RESULT, _REPORT),
+    },
+    State(_GRANTED, _PRIVATE): {
+        Event.OFFER: _to(_READY, _EXPOSED, Action.SEND_PERMIT),
+        **_stops(_PRIVATE, _RESULT, _REPORT),
+    },
+    State(_READY, _EXPOSED): {
+        Event.LANDED: _to(_DONE, _QUIET, _RESULT, _REPORT),
+        **_stops(_EXPOSED, _RESULT, _REPORT),
+    },
+    State(_DONE, _QUIET): _over(_DONE, _QUIET),
+    **_aftermath((Event.LANDED, Event.SETTLE), (), ()),
+}
+"""The side whose pages are read, by the peer."""
+
+
+PULL_RECEIVER: Table = {
+    State(_NEW, _PRIVATE): {
+        Event.GRANT: _to(_GRANTED, _PRIVATE, Action.SEND_GRANT),
+        **_stops(_PRIVATE, _CANCEL, _REPORT),
+    },
+    State(_GRANTED, _PRIVATE): {
+        Event.PERMIT: _to(_READY, _PRIVATE, Action.START),
+        **_stops(_PRIVATE, _CANCEL, _REPORT),
+    },
+    State(_READY, _PRIVATE): {
+        Event.POST: _to(_POSTED, _EXPOSED),
+        Event.MOVED: _to(_POSTED, _QUIET),
+        **_stops(_PRIVATE, Action.ABORT, _CANCEL, _REPORT),
+    },
+    State(_POSTED, _EXPOSED): {
+        Event.MOVED: _to(_POSTED, _QUIET),
+        Event.RESULT: _to(_ANSWERED, _EXPOSED),
+        **_stops(_EXPOSED, Action.ABORT),
+    },
+    State(_POSTED, _QUIET): {
+        Event.RESULT: _to(_DONE, _QUIET, _REPORT),
+        **_stops(_QUIET, _CANCEL, _REPORT),
+    },
+    State(_ANSWERED, _EXPOSED): {
+        Event.MOVED: _to(_DONE, _QUIET, _REPORT),
+        **_stops(_EXPOSED, Action.ABORT),
+    },
+    State(_DONE, _QUIET): _over(_DONE, _QUIET),
+    **_aftermath((Event.SETTLE,), (_CANCEL, _REPORT), (_CANCEL,)),
+}
+"""The side whose pages are written, by its own reads from the peer."""
+
+TABLES: Mapping[tuple[Direction, Side], Table] = {
+    (Direction.PUSH, Side.SENDER): PUSH_SENDER,
+    (Direction.PUSH, Side.RECEIVER): PUSH_RECEIVER,
+    (Direction.PULL, Side.SENDER): PULL_SENDER,
+    (Direction.PULL, Side.RECEIVER): PULL_RECEIVER,
+}
 
 INITIAL = State(Outcome.NEW, Exposure.PRIVATE)
 
 
-def may_reuse(state: State) -> bool:
-    """May the pages of this side be handed out, overwritten or read by the engine as free memory?
+def may_reuse(*states: State) -> bool:
+    """May these pages be handed out, overwritten or read by the engine as free memory?
 
-    Only when the attempt is over and nothing can touch them: never exposed, or proven quiet. A timer, an error or a
-    cancel alone never makes it so.
+    Only when every attempt to touch them is over and none can touch them any more: never exposed, or proven quiet. A
+    timer, an error or a cancel alone never makes it so.
+
+    Args:
+        states: of every session of the grant, one per rank at the other end.
     """
-    return state.outcome.terminal and state.exposure in (Exposure.PRIVATE, Exposure.QUIET)
+    return all(state.outcome.terminal and state.exposure in (Exposure.PRIVATE, Exposure.QUIET) for state in states)
 
 
 class Session:
-    """One side of one attempt: a state that moves only as its table says."""
+    """One side of one attempt with one rank: a state that moves only as its table says."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: Side, direction: Direction = Direction.PUSH) -> None:
         self.side = side
+        self.direction = direction
         self.state = INITIAL
 
+    @property
+    def drives(self) -> bool:
+        """Whether the posts are this side's."""
+        return (self.side is Side.SENDER) == (self.direction is Direction.PUSH)
+
     def allows(self, event: Event) -> bool:
-        return event in TABLES[self.side][self.state]
+        return event in TABLES[self.direction, self.side][self.state]
 
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Move by one event and return what to do. Raises LocalProtocolError, unchanged, when it is not allowed."""
-        transition = TABLES[self.side][self.state].get(event)
+        transition = TABLES[self.direction, self.side][self.state].get(event)
         if transition is None:
-            raise LocalProtocolError(f"{self.side.value} session in state ({self.state}) does not allow {event.name}")
+            raise LocalProtocolError(
+                f"{self.direction.value} {self.side.value} session in state ({self.state}) does not allow {event.name}"
+            )
         self.state = transition.state
         return transition.actions

@@ -6,10 +6,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from kvferry.cache.errors import CapacityError, ConfigError, TransportError
+from kvferry.cache.errors import CapacityError, ConfigError, RemoteProtocolError, TransportError
 from kvferry.cache.holds import Access, Hold
 from kvferry.cache.page_table import BlockLists
 from kvferry.cache.protocol import CacheManager
+from kvferry.transfer.attempts import Offer, Wish
+from kvferry.transfer.driving import Driver
+from kvferry.transfer.ended import MAX_REMEMBERED, EndedAttempts
+from kvferry.transfer.leases import Leases
+from kvferry.transfer.notice import Notice
 from kvferry.transfer.outcomes import (
     HangUp,
     Outbox,
@@ -17,23 +22,28 @@ from kvferry.transfer.outcomes import (
     Report,
     SendMessage,
     TransferOutcome,
+    cancelled,
     error_of,
 )
 from kvferry.transfer.peers import PeerBook
-from kvferry.transfer.reactor import IDLE_SECONDS, WAITING_SECONDS, Reactor
+from kvferry.transfer.proofs import Proofs
+from kvferry.transfer.reactor import IDLE_SECONDS, WAITING_SECONDS, Reactor, ReactorHandler
 from kvferry.transfer.receiving import Receiver
-from kvferry.transfer.sending import Offer, Sender
-from kvferry.transfer.session import Side
+from kvferry.transfer.sending import Sender
 from kvferry.transfer.transport.base import Notification, Transport
 from kvferry.transfer.types import (
     AuxRecord,
     Cancel,
+    Direction,
     Failure,
     Grant,
+    Permit,
     Phase,
     PromptId,
     RankInfo,
+    Renewal,
     Role,
+    Side,
     TransferKey,
     TransferResult,
     WireReport,
@@ -54,17 +64,24 @@ class TransceiverSettings:
     Attributes:
         slice_bytes: most bytes handed to the transport in one post.
         max_transfers: attempts that may be open at once, both directions together.
+        lease_seconds: how long the other side of an attempt may count on it after a sign of life of this one.
+        max_remembered: ended attempts that are remembered, per side.
     """
 
     slice_bytes: int = 8 << 20
     max_transfers: int = 1024
+    lease_seconds: float = 10.0
+    max_remembered: int = MAX_REMEMBERED
+
+
+MakeReactor = Callable[[Transport, ReactorHandler, Callable[[], float]], Reactor]
 
 
 class Transceiver:
     """The stateful shell around sessions, one per worker.
 
-    The engine's thread calls `offer`, `request`, `cancel` and `poll`; none of them waits. The control plane's threads
-    call the `on_*` methods and `pair`. Everything else happens on the reactor's thread.
+    The engine's thread calls `offer`, `enlist`, `request`, `cancel` and `poll`; none of them waits. The control plane's
+    threads call the `on_*` methods and `pair`. Everything else happens on the reactor's thread.
     """
 
     def __init__(
@@ -80,6 +97,7 @@ class Transceiver:
         wake: Callable[[], None] = lambda: None,
         settings: TransceiverSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
+        make_reactor: MakeReactor = Reactor,
     ) -> None:
         settings = settings or TransceiverSettings()
         self._manager = manager
@@ -90,6 +108,7 @@ class Transceiver:
         self._outbox = Outbox(wake)
         self._holds: dict[tuple[TransferKey, Side], Hold] = {}
         self._in_doubt: set[tuple[TransferKey, Side]] = set()
+        self._enlisted: set[TransferKey] = set()
         self._reported_failure = False
         self._next_sweep = 0.0
         self._still_turns = 0
@@ -107,41 +126,92 @@ class Transceiver:
             page_table=manager.page_table(),
         )
         self._peers = PeerBook(self.info, transport)
-        self._sender = Sender(worker, transport, self._peers, send, self._outbox, clock, settings.slice_bytes, hang_up)
-        self._receiver = Receiver(worker, self._peers, send, self._outbox, clock)
-        self._reactor = Reactor(transport, self, clock)
+        self._driver = Driver(transport, self._peers, settings.slice_bytes, clock)
+        self._proofs = Proofs(transport, clock)
+        self._send = send
+        self._leases = Leases(worker, settings.lease_seconds)
+        self._ended_out, self._ended_in = (EndedAttempts(settings.max_remembered) for _ in Side)
+        parts = (self._peers, self._driver, self._proofs)
+        self._sender = Sender(worker, *parts, self._ended_out, send, self._outbox, clock, hang_up)
+        self._receiver = Receiver(worker, *parts, self._ended_in, send, self._outbox, clock)
+        self._reactor = make_reactor(transport, self, clock)
         self._reactor.start()
 
     # ---- engine's thread
 
     def offer(
-        self, key: TransferKey, pages: BlockLists, prompt: PromptId, aux: AuxRecord, timeout_seconds: float
+        self,
+        key: TransferKey,
+        pages: BlockLists,
+        prompt: PromptId,
+        aux: AuxRecord,
+        timeout_seconds: float,
+        *,
+        hold_seconds: float | None = None,
+        request_id: str = "",
     ) -> None:
-        """Hold the pages of a computed prompt until a grant came and they were written, or the timeout passed.
+        """Hold the pages of a computed prompt until they were moved to a receiver, or the timeout passed.
 
         The sequence may be closed right after. `poll` reports the outcome.
+
+        Args:
+            timeout_seconds: most time until a grant comes; the grant then says how long the move may take.
+            hold_seconds: the lease until a receiver shows a sign of life; the whole timeout when not given.
+            request_id: what the grant must name.
 
         Raises:
             ConfigError: the key is open already. CapacityError: too many open transfers.
             TransportError: the reactor ended. LocalProtocolError: as `CacheManager.hold`.
         """
         ready = self._manager.storage.record_event()
-        offer = Offer(key, prompt, pages, aux, self._clock() + timeout_seconds, ready)
+        hold = timeout_seconds if hold_seconds is None else min(hold_seconds, timeout_seconds)
+        now = self._clock()
+        offer = Offer(key, request_id, prompt, pages, aux, now + timeout_seconds, now + hold, ready)
+        self._check_new(key, Side.SENDER)
         self._open(key, Side.SENDER, pages, Access.READ, lambda: self._sender.offer(offer))
 
+    def enlist(self, key: TransferKey, senders: tuple[WorkerId, ...], timeout_seconds: float) -> None:
+        """Stand by an attempt that waits for room here: its senders keep its pages from now on.
+
+        `request` must follow within the timeout, or `cancel`. `poll` reports when the attempt ends before.
+
+        Raises: as `offer`.
+        """
+        self._check_new(key, Side.RECEIVER)
+        deadline = self._clock() + timeout_seconds
+        self._reactor.submit(lambda: self._receiver.enlist(key, senders, deadline))
+        self._enlisted.add(key)
+
     def request(
-        self, key: TransferKey, sender: WorkerId, pages: BlockLists, prompt: PromptId, timeout_seconds: float
+        self,
+        key: TransferKey,
+        senders: tuple[WorkerId, ...],
+        pages: BlockLists,
+        prompt: PromptId,
+        timeout_seconds: float,
+        *,
+        request_id: str = "",
+        direction: Direction = Direction.PUSH,
+        early: bool = False,
     ) -> None:
-        """Grant pages to a sender and wait for them. `poll` reports the outcome, with the aux record.
+        """Grant pages to senders and wait until they are filled. `poll` reports the outcome, with the aux record.
 
         Nothing is granted before the device is done with what the pages were used for until now. Blocks that are here
         already have no page in `pages`; when none is left to move, the outcome still brings the aux record.
 
+        Args:
+            senders: each moves what it has of these pages; today one.
+            direction: whether the senders write or this worker reads.
+            early: the prompt may not be computed yet.
+
         Raises: as `offer`.
         """
-        grant = Grant(key, sender, self._worker, prompt, pages, timeout_seconds)
         now, ready = self._clock(), self._manager.storage.record_event()
-        self._open(key, Side.RECEIVER, pages, Access.WRITE, lambda: self._receiver.request(grant, now, ready))
+        wish = Wish(request_id, prompt, pages, direction, early, ready)
+        if key not in self._enlisted or (key, Side.RECEIVER) in self._holds:
+            self.enlist(key, senders, timeout_seconds)
+        start = lambda: self._receiver.request(key, wish, now + timeout_seconds, now)  # noqa: E731
+        self._open(key, Side.RECEIVER, pages, Access.WRITE, start)
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         """Stop an attempt on whichever side it is here. Its pages come back when they are quiet. Idempotent."""
@@ -153,6 +223,8 @@ class Transceiver:
         for report in self._outbox.drain():
             if isinstance(report, TransferOutcome):
                 outcomes.append(report)
+                if report.side is Side.RECEIVER:
+                    self._enlisted.discard(report.key)
             else:
                 self._settle(report)
         return outcomes + self._broken_outcomes()
@@ -196,11 +268,17 @@ class Transceiver:
     def on_grant(self, peer: WorkerId, grant: Grant) -> None:
         self._reactor.submit(lambda: self._sender.on_grant(peer, grant))
 
+    def on_permit(self, peer: WorkerId, permit: Permit) -> None:
+        self._reactor.submit(lambda: self._receiver.on_permit(peer, permit))
+
     def on_result(self, peer: WorkerId, result: TransferResult) -> None:
         self._reactor.submit(lambda: self._receiver.on_result(peer, result))
 
     def on_cancel(self, peer: WorkerId, cancel: Cancel) -> None:
-        self._reactor.submit(lambda: self._sender.on_cancel(peer, cancel.key, f"cancelled by {peer}: {cancel.reason}"))
+        self._reactor.submit(lambda: self._sender.on_cancel(peer, cancel))
+
+    def on_renewal(self, peer: WorkerId, renewal: Renewal) -> None:
+        self._reactor.submit(lambda: self._renewed(peer, renewal))
 
     def on_channel_up(self, peer: WorkerId) -> None:
         log.info("channel to %s is up", peer)
@@ -231,17 +309,28 @@ class Transceiver:
     # ---- reactor's thread
 
     def on_notification(self, notification: Notification) -> None:
-        self._receiver.on_notification(notification)
+        """Slices that are over. Notices for other lives, other attempts or from other peers are refused."""
+        try:
+            notice = Notice.unpack(notification.payload)
+            known = self._receiver.on_notice(notification.peer, notice)
+            if not known and not self._sender.on_notice(notification.peer, notice):
+                raise RemoteProtocolError(f"transfer {notice.key} is not open here")
+        except RemoteProtocolError as error:
+            log.warning("notification from %s refused: %s", notification.peer, error)
 
     def advance(self, now: float) -> float:
-        moved = self._sender.writer.advance()
+        moved = self._driver.advance()
         self._receiver.grant_ready()
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_SECONDS
             self._sender.expire(now)
             self._receiver.expire(now)
-            self._peers.forget_lost(now, self._sender.peers() | self._receiver.peers())
-        if self._sender.writer.busy:
+            in_use = self._sender.peers() | self._receiver.peers()
+            self._peers.forget_lost(now, in_use)
+            self._proofs.forget_all_but(in_use)
+        if self._leases.due(now):
+            self._renew()
+        if self._driver.busy:
             self._still_turns = 0 if moved else self._still_turns + 1
             return 0.0 if self._still_turns < SPIN_TURNS else WAITING_SECONDS
         return WAITING_SECONDS if self._receiver.waiting else IDLE_SECONDS
@@ -251,9 +340,11 @@ class Transceiver:
 
     # ---- private
 
-    def _open(self, key: TransferKey, side: Side, pages: BlockLists, access: Access, start: Callable[[], None]) -> None:
-        if (key, side) in self._holds:
+    def _check_new(self, key: TransferKey, side: Side) -> None:
+        if (key, side) in self._holds or (side is Side.RECEIVER and key in self._enlisted):
             raise ConfigError(f"transfer {key} is open here already as {side.value}: a key serves one attempt")
+
+    def _open(self, key: TransferKey, side: Side, pages: BlockLists, access: Access, start: Callable[[], None]) -> None:
         if len(self._holds) - len(self._in_doubt) >= self._settings.max_transfers:
             raise CapacityError(
                 f"{len(self._holds)} transfers are open, the limit is {self._settings.max_transfers}: retry when some "
@@ -287,10 +378,13 @@ class Transceiver:
         failure = Failure("transport_failed", Phase.WIRE, f"the transport thread ended: {self._reactor.failure}")
         left = [entry for entry in self._holds if entry not in self._in_doubt]
         self._in_doubt.update(left)
-        return [TransferOutcome(key, side, error_of(key, "", failure), WireReport(), 0.0) for key, side in left]
+        left += [(key, Side.RECEIVER) for key in self._enlisted if (key, Side.RECEIVER) not in self._holds]
+        error = [error_of(key, "", str(self._worker), "", failure) for key, _ in left]
+        return [TransferOutcome(*entry, cause, WireReport(), 0.0) for entry, cause in zip(left, error, strict=True)]
 
     def _greet(self, peer: WorkerId) -> None:
         self._peers.on_channel(peer, +1, self._clock())
+        self._sender.on_channel_up(peer)
         self._receiver.on_channel_up(peer)
 
     def _abandon(self, failure: Failure) -> None:
@@ -298,8 +392,22 @@ class Transceiver:
         self._receiver.fail_all(failure)
 
     def _cancel(self, key: TransferKey, reason: str) -> None:
-        self._sender.cancel(key, reason)
-        self._receiver.cancel(key, reason)
+        known = [self._sender.cancel(key, reason), self._receiver.cancel(key, reason)]
+        if not any(known):
+            # It may still be opened: whoever cancels need not wait for that.
+            self._ended_out.remember(key, cancelled(reason))
+            self._ended_in.remember(key, cancelled(reason))
+
+    def _renew(self) -> None:
+        for side, attempts in ((Side.SENDER, self._sender.renewals()), (Side.RECEIVER, self._receiver.renewals())):
+            for peer, renewal in self._leases.renewals(side, attempts):
+                self._send(peer, renewal)
+
+    def _renewed(self, peer: WorkerId, renewal: Renewal) -> None:
+        """The peer is the other side of what it says it is."""
+        hear = self._receiver.on_renewal if renewal.side is Side.SENDER else self._sender.on_renewal
+        for key in renewal.keys:
+            hear(peer, key, renewal.lease_seconds)
 
     def _lose(self, peer: WorkerId, reason: str) -> None:
         self._peers.on_channel(peer, -1, self._clock())

@@ -21,11 +21,17 @@ from kvferry.transfer.inference import (
 from kvferry.transfer.types import (
     AuxRecord,
     Cancel,
+    Direction,
+    Failure,
     Grant,
+    Permit,
+    Phase,
     PromptId,
     RankInfo,
+    Renewal,
     ResultStatus,
     Role,
+    Side,
     TransferKey,
     TransferResult,
     Usage,
@@ -72,26 +78,42 @@ def rank(worker: WorkerId, role: Role) -> RankInfo:
     return RankInfo(worker, role, 0, 1, "loopback", f"agent-{worker}", b"\x00\xff" * 20, "b" * 64, "V2", page_table())
 
 
-def grant(key: TransferKey = KEY, sender: WorkerId = PREFILL, receiver: WorkerId = DECODE) -> Grant:
+def pages() -> BlockLists:
     slots = (np.array([3, 4, 9], np.int32), np.array([-1, -1, 7], np.int32))
-    epochs = (np.array([1, 1, 2], np.uint32), np.array([0, 0, 4_000_000_000], np.uint32))
-    return Grant(key, sender, receiver, PromptId.of(range(70)), BlockLists(slots, epochs), 12.5)
+    return BlockLists(slots, (np.array([1, 1, 2], np.uint32), np.array([0, 0, 4_000_000_000], np.uint32)))
+
+
+def grant(key: TransferKey = KEY, sender: WorkerId = PREFILL, receiver: WorkerId = DECODE) -> Grant:
+    return Grant(key, sender, receiver, PromptId.of(range(70)), pages(), 12.5, "r1", Direction.PULL, True)
+
+
+def permit(key: TransferKey = KEY, sender: WorkerId = PREFILL, receiver: WorkerId = DECODE) -> Permit:
+    return Permit(key, sender, receiver, grant().fence, pages(), 7.5)
 
 
 def result(key: TransferKey = KEY, sender: WorkerId = PREFILL, receiver: WorkerId = DECODE) -> TransferResult:
     aux = AuxRecord((17, 4), (-0.25, -1.5), USAGE, (9,))
-    epochs = tuple(epochs.tobytes() for epochs in grant().pages.epochs)
-    return TransferResult(key, sender, receiver, ResultStatus.OK, epochs, True, WIRE, aux)
+    return TransferResult(key, sender, receiver, ResultStatus.OK, grant().fence, True, WIRE, aux)
+
+
+def failure() -> Failure:
+    return Failure("post_failed", Phase.WIRE, "the post failed after 3 of 5 pages", "look at the network", (0, 2))
 
 
 def cancel(origin: WorkerId = DECODE, key: TransferKey = KEY) -> Cancel:
-    return Cancel(key, origin, "client went away")
+    return Cancel(key, origin, failure(), grant().fence, quiet=False)
+
+
+def renewal(origin: WorkerId = DECODE, side: Side = Side.RECEIVER) -> Renewal:
+    return Renewal(origin, side, (KEY, TransferKey("0" * 32, 2)), 3.5)
 
 
 def status(worker: WorkerId = PREFILL) -> WorkerStatus:
     group = PoolGroupStatus(("full", "window 128"), 512, 100, 70, 20, 8, 2, 20)
     peers = (PeerStatus(DECODE, Role.DECODE, "cma"),)
-    return WorkerStatus(worker, Role.PREFILL, "tiny", "V2", "nixl", "PYTHON", (group,), 1, 2, 3, 4, peers, "ok", 4711)
+    return WorkerStatus(
+        worker, Role.PREFILL, "tiny", "V2", "nixl", "PYTHON", (group,), 1, 2, 3, 4, peers, "ok", 4711, "busy"
+    )
 
 
 def entry(worker: WorkerId, endpoint: str = "127.0.0.1:1", role: Role = Role.BOTH) -> DirectoryEntry:
@@ -99,15 +121,15 @@ def entry(worker: WorkerId, endpoint: str = "127.0.0.1:1", role: Role = Role.BOT
 
 
 def call(timeout_seconds: float = 10.0, prompt: str = "hello") -> GenerateCall:
-    return GenerateCall("r1", prompt, None, True, SamplingParams(4, 0.5, -3, True), timeout_seconds, "tenant 1")
+    return GenerateCall("r1", prompt, None, True, SamplingParams(4, 0.5, -3, True), timeout_seconds, "tenant 1", KEY)
 
 
 def prefill_reply() -> PrefillReply:
-    return PrefillReply(KEY, PREFILL, (1, 2, 3), 0.25, 0.5, 2)
+    return PrefillReply(KEY, PREFILL, (1, 2, 3), 0.25, 0.5, 30.0, 2)
 
 
 def decode_call() -> DecodeCall:
-    return DecodeCall("r1", KEY, PREFILL, (1, 2, 3), SamplingParams(8), 10.0, "tenant 1")
+    return DecodeCall("r1", KEY, PREFILL, (1, 2, 3), SamplingParams(8), 10.0, "tenant 1", True)
 
 
 def summary() -> GenerateSummary:

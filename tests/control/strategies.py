@@ -27,13 +27,17 @@ from kvferry.transfer.inference import (
 from kvferry.transfer.types import (
     AuxRecord,
     Cancel,
+    Direction,
     Failure,
     Grant,
+    Permit,
     Phase,
     PromptId,
     RankInfo,
+    Renewal,
     ResultStatus,
     Role,
+    Side,
     TransferKey,
     TransferResult,
     Usage,
@@ -67,9 +71,15 @@ def _blocks(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 pairs = st.lists(st.tuples(st.integers(-1, 2**31 - 1), counts_32), max_size=20).map(_blocks)
 pages = st.lists(pairs, min_size=1, max_size=4).map(lambda groups: BlockLists(*map(tuple, zip(*groups, strict=True))))
 prompt_ids = st.builds(PromptId, st.integers(1, 2**21), st.binary(min_size=32, max_size=32))
-grants = st.builds(Grant, keys, workers, workers, prompt_ids, pages, timeouts)
-epochs = st.lists(st.binary(max_size=20).map(lambda raw: raw[: len(raw) // 4 * 4]), max_size=4).map(tuple)
-failures = st.builds(Failure, names, st.sampled_from(Phase), texts)
+request_ids = st.just("") | names
+grants = st.builds(
+    Grant, keys, workers, workers, prompt_ids, pages, timeouts, request_ids, st.sampled_from(Direction), st.booleans()
+)
+fences = st.integers(1, 2**64 - 1)
+permits = st.builds(Permit, keys, workers, workers, fences, pages, timeouts)
+failures = st.builds(
+    Failure, names, st.sampled_from(Phase), texts, texts, st.lists(st.integers(0, 255), max_size=5).map(tuple)
+)
 
 
 @st.composite
@@ -86,25 +96,29 @@ def results(draw: st.DrawFn) -> TransferResult:
     optional = st.none() if status is ResultStatus.OK else st.none() | failures
     failure = draw(failures if status is ResultStatus.FAILED else optional)
     ends = draw(st.tuples(keys, workers, workers))
-    return TransferResult(*ends, status, draw(epochs), draw(st.booleans()), draw(wires), aux, failure)
+    fence = draw(fences if status is ResultStatus.OK else st.just(0) | fences)
+    return TransferResult(*ends, status, fence, draw(st.booleans()), draw(wires), aux, failure)
 
 
-cancels = st.builds(Cancel, keys, workers, texts)
+cancels = st.builds(Cancel, keys, workers, failures, st.just(0) | fences, st.booleans())
+renewals = st.builds(
+    Renewal, workers, st.sampled_from(Side), st.lists(keys, min_size=1, max_size=5).map(tuple), timeouts
+)
 endpoints = st.builds("127.0.0.1:{}".format, st.integers(1, 65535)) | st.sampled_from(["[::1]:80", "localhost:7"])
-request_ids = st.just("") | names
 entries = st.builds(DirectoryEntry, workers, roles, endpoints, texts, st.lists(workers, max_size=3).map(tuple))
 snapshots = st.builds(Snapshot, counts, st.lists(entries, max_size=4).map(tuple))
 samplings = st.builds(
     SamplingParams, st.integers(1, 2**21), st.floats(0, 1000), st.integers(-(2**63), 2**63 - 1), st.booleans()
 )
 salts = st.text(max_size=256)
-calls = st.builds(GenerateCall, request_ids, texts, st.none(), st.booleans(), samplings, timeouts, salts) | st.builds(
-    GenerateCall, request_ids, st.none(), token_lists, st.booleans(), samplings, timeouts, salts
+_settings = (st.booleans(), samplings, timeouts, salts, st.none() | keys)
+calls = st.builds(GenerateCall, request_ids, texts, st.none(), *_settings) | st.builds(
+    GenerateCall, request_ids, st.none(), token_lists, *_settings
 )
 prefill_replies = prompts.flatmap(
-    lambda p: st.builds(PrefillReply, keys, workers, st.just(p), seconds, seconds, st.integers(0, len(p)))
+    lambda p: st.builds(PrefillReply, keys, workers, st.just(p), seconds, seconds, timeouts, st.integers(0, len(p)))
 )
-decode_calls = st.builds(DecodeCall, request_ids, keys, workers, prompts, samplings, timeouts, salts)
+decode_calls = st.builds(DecodeCall, request_ids, keys, workers, prompts, samplings, timeouts, salts, st.booleans())
 chunks = st.lists(st.tuples(tokens, logprobs), max_size=10).flatmap(
     lambda drawn: st.builds(TokenChunk, st.just(tuple(t for t, _ in drawn)), st.just(tuple(p for _, p in drawn)), texts)
 )
@@ -137,6 +151,7 @@ statuses = st.builds(
     st.lists(st.builds(PeerStatus, workers, roles, names), max_size=3).map(tuple),
     names,
     st.integers(1, 2**32 - 1),
+    names,
 )
 
 

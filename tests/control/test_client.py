@@ -46,7 +46,7 @@ class Engine:
 
     async def prefill(self, call: GenerateCall) -> PrefillReply:
         self.calls.append(call)
-        return PrefillReply(samples.KEY, samples.PREFILL, (1, 2, 3), 0.0, 0.5)
+        return samples.prefill_reply()
 
     async def decode(self, call: DecodeCall) -> AsyncIterator[GenerateEvent]:
         self.calls.append(call)
@@ -55,6 +55,11 @@ class Engine:
 
     async def cancel(self, key: TransferKey, reason: str) -> None:
         self.cancelled.append((key, reason))
+
+    async def tokenize(self, prompt: str, chat: bool) -> tuple[int, ...]:
+        if prompt == "silent":
+            await asyncio.Event().wait()
+        return (int(chat), *prompt.encode())
 
     async def register(self, remote: RankInfo) -> RankInfo:
         return remote
@@ -90,11 +95,22 @@ def test_prefill_decode_cancel_and_status_carry_their_records() -> None:
             reply = await client.prefill(samples.call())
             events = [event async for event in client.decode(DECODE_CALL)]
             await client.cancel(samples.KEY, "no longer wanted")
-            assert reply == PrefillReply(samples.KEY, samples.PREFILL, (1, 2, 3), 0.0, 0.5)
+            assert reply == samples.prefill_reply()
             assert events == [TokenChunk((7,), (-0.1,), "x"), samples.summary()]
             assert engine.calls == [samples.call(), DECODE_CALL]
             assert engine.cancelled == [(samples.KEY, "no longer wanted")]
             assert await client.get_status() == samples.status()
+
+    run(test)
+
+
+def test_tokenize_answers_tokens_and_has_a_deadline() -> None:
+    async def test() -> None:
+        async with served() as (_, server, client):
+            assert await client.tokenize("ab") == (0, 97, 98)
+            assert await client.tokenize("", chat=True) == (1,)
+            with pytest.raises(DeadlineExceeded, match=server.address):
+                await client.tokenize("silent", timeout_seconds=0.2)
 
     run(test)
 

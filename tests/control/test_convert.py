@@ -16,7 +16,23 @@ from kvferry.cache.spec import BufferSpec, LayerSpec, ModelSpec, StateSpec
 from kvferry.transfer.control.convert import channel, checks, common, directory, inference, page_table, rank, status
 from kvferry.transfer.control.handlers import Envelope, Hello
 from kvferry.transfer.inference import GenerateCall, SamplingParams
-from kvferry.transfer.types import Cancel, Grant, RankInfo, Role, TransferKey, WorkerId
+from kvferry.transfer.types import (
+    MAX_RENEWED,
+    Cancel,
+    Failure,
+    Grant,
+    Permit,
+    Phase,
+    RankInfo,
+    Renewal,
+    ResultStatus,
+    Role,
+    Side,
+    TransferKey,
+    TransferResult,
+    WorkerId,
+)
+from kvferry.v1 import transfer_pb2 as pb
 from tests.control import samples, strategies
 
 M = TypeVar("M", bound=Message)
@@ -29,20 +45,39 @@ def through_bytes(message: M) -> M:
 
 
 def comparable(record: object) -> object:
-    """Grants hold arrays, which compare element by element: show them as lists with their types."""
-    if not isinstance(record, Grant):
+    """Block lists hold arrays, which compare element by element: show them as lists with their types."""
+    if not isinstance(record, Grant | Permit):
         return record
     arrays = [[(array.dtype.str, array.tolist()) for array in lists] for lists in record.pages]
     return vars(record) | {"pages": arrays}
 
 
 @QUICK
-@given(strategies.grants | strategies.results() | strategies.cancels)
+@given(strategies.grants | strategies.permits | strategies.results() | strategies.cancels | strategies.renewals)
 def test_channel_message_survives_the_wire(body: Any) -> None:
     envelope = channel.envelope_from_wire(through_bytes(channel.envelope_to_wire(Envelope(7, body))))
 
     assert envelope.sequence == 7
     assert comparable(envelope.body) == comparable(body)
+
+
+def test_fence_is_the_same_at_both_ends() -> None:
+    sent = samples.grant()
+    got = channel.grant_from_wire(through_bytes(channel.grant_to_wire(sent)))
+
+    assert got.fence == sent.fence != 0
+
+
+def test_largest_renewal_survives_the_wire() -> None:
+    keys = tuple(TransferKey(f"{number:032x}", 1) for number in range(MAX_RENEWED))
+    record = Renewal(samples.PREFILL, Side.SENDER, keys, 3.0)
+
+    assert channel.renewal_from_wire(through_bytes(channel.renewal_to_wire(record))) == record
+
+
+def test_text_to_tokenize_and_its_tokens_survive_the_wire() -> None:
+    assert inference.tokenize_from_wire(through_bytes(inference.tokenize_to_wire("a b", True))) == ("a b", True)
+    assert inference.tokens_from_wire(through_bytes(inference.tokens_to_wire((5, 2**31 - 1)))) == (5, 2**31 - 1)
 
 
 def test_hello_survives_the_wire() -> None:
@@ -157,16 +192,17 @@ def test_rejection_is_seen_from_the_other_side() -> None:
 
 
 def test_long_reasons_for_people_are_cut() -> None:
-    long = Cancel(samples.KEY, samples.DECODE, "x" * 100_000)
+    long = Cancel(samples.KEY, samples.DECODE, Failure("c", Phase.WIRE, "x" * 100_000, "y" * 100_000))
+    got = channel.cancel_from_wire(channel.cancel_to_wire(long)).failure
 
-    assert len(channel.cancel_from_wire(channel.cancel_to_wire(long)).reason) == checks.MAX_TEXT_CHARS
+    assert (len(got.message), len(got.hint)) == (channel.MAX_FAILURE_CHARS,) * 2
 
 
 ParseBytes = Callable[[bytes], object]
 
 
 def _parsers() -> dict[str, ParseBytes]:
-    pb, ipb = channel.pb, inference.pb
+    ipb = inference.pb
     return {
         "channel": lambda raw: channel.envelope_from_wire(pb.ChannelMessage.FromString(raw)),
         "rank": lambda raw: rank.rank_from_wire(rank.pb.RankInfo.FromString(raw)),
@@ -183,8 +219,9 @@ def _parsers() -> dict[str, ParseBytes]:
 @given(st.data())
 def test_damaged_message_is_accepted_or_refused_as_the_peers_fault(data: st.DataObject) -> None:
     """Bytes of good messages with a few changed: parsing ends in a record or in one kind of error."""
+    bodies = [samples.grant(), samples.permit(), samples.result(), samples.cancel(), samples.renewal()]
     good = {
-        "channel": channel.envelope_to_wire(Envelope(1, samples.grant())),
+        "channel": channel.envelope_to_wire(Envelope(1, data.draw(st.sampled_from(bodies)))),
         "rank": rank.rank_to_wire(samples.rank(samples.PREFILL, Role.BOTH)),
         "status": status.status_to_wire(samples.status()),
         "call": inference.call_to_wire(samples.call()),
@@ -252,6 +289,50 @@ GRANT_CHANGES = [
     ("LayerGroupBlocks.slot_epochs", _set(layer_groups__0__slot_epochs=b"1234567")),
     ("LayerGroupBlocks.slot_epochs", _set(layer_groups__0__slot_epochs=b"1234")),
     ("LayerGroupBlocks.slot_epochs", _set(layer_groups__1__slot_epochs=b"1234" * 3)),
+    ("Grant.request_id", _set(request_id="x" * 257)),
+    ("Grant.request_id", _set(request_id="line\nbreak")),
+    ("Grant.direction", _set(direction=0)),
+    ("Grant.direction", _set(direction=3)),
+]
+
+PERMIT_CHANGES = [
+    ("Permit.key", _clear("key")),
+    ("Permit.sender", _clear("sender")),
+    ("Permit.receiver", _clear("receiver")),
+    ("Permit.fence", _set(fence=0)),
+    ("Permit.timeout_seconds", _set(timeout_seconds=0.0)),
+    ("Permit.timeout_seconds", _set(timeout_seconds=float("nan"))),
+    ("Permit.layer_groups", _clear("layer_groups")),
+    ("Permit.layer_groups", lambda message: message.layer_groups.extend([pb.LayerGroupBlocks()] * 255)),
+    ("LayerGroupBlocks.slot_ids", _set(layer_groups__0__slot_ids=b"123")),
+    ("LayerGroupBlocks.slot_epochs", _set(layer_groups__1__slot_epochs=b"1234" * 3)),
+]
+
+CANCEL_CHANGES = [
+    ("Cancel.key", _clear("key")),
+    ("Cancel.origin", _clear("origin")),
+    ("Cancel.failure", _clear("failure")),
+    ("WorkerId.incarnation", _set(origin__incarnation=0)),
+    ("Failure.code", _set(failure__code="")),
+    ("Failure.code", _set(failure__code="two\nlines")),
+    ("Failure.phase", _set(failure__phase=0)),
+    ("Failure.phase", _set(failure__phase=99)),
+    ("Failure.message", _set(failure__message="x" * (channel.MAX_FAILURE_CHARS + 1))),
+    ("Failure.hint", _set(failure__hint="x" * (channel.MAX_FAILURE_CHARS + 1))),
+    ("Failure.layer_groups", lambda message: message.failure.layer_groups.append(channel.MAX_LAYER_GROUPS)),
+    ("Failure.layer_groups", lambda message: message.failure.layer_groups.extend([1] * channel.MAX_LAYER_GROUPS)),
+]
+
+RENEWAL_CHANGES = [
+    ("Renewal.origin", _clear("origin")),
+    ("Renewal.side", _set(side=0)),
+    ("Renewal.side", _set(side=3)),
+    ("Renewal.keys", _clear("keys")),
+    ("Renewal.keys", lambda message: message.keys.extend([message.keys[0]] * MAX_RENEWED)),
+    ("TransferKey.transfer_id", _set(keys__1__transfer_id=b"short")),
+    ("TransferKey.attempt", _set(keys__1__attempt=0)),
+    ("Renewal.lease_seconds", _set(lease_seconds=0.0)),
+    ("Renewal.lease_seconds", _set(lease_seconds=float("inf"))),
 ]
 
 RESULT_CHANGES = [
@@ -261,7 +342,10 @@ RESULT_CHANGES = [
     ("Result.aux", _set(status=2)),
     ("Result.wire", _clear("wire")),
     ("Result.failure", lambda message: message.failure.SetInParent()),
-    ("Result.slot_epochs", lambda message: message.slot_epochs.append(b"123")),
+    ("Result.fence", _set(fence=0)),
+    ("Result.key", _clear("key")),
+    ("Result.sender", _clear("sender")),
+    ("Result.receiver", _clear("receiver")),
     ("WireReport.seconds", _set(wire__seconds=float("nan"))),
     ("WireReport.num_bytes", _set(wire__num_bytes=2**64 - 1)),
     ("WireReport.lane", _set(wire__lane="")),
@@ -346,6 +430,8 @@ CALL_CHANGES = [
     ("SamplingParams.temperature", _set(sampling__temperature=float("nan"))),
     ("GenerateCall.token_ids", lambda message: message.token_ids.ids.append(2**31)),
     ("GenerateCall.cache_salt", _set(cache_salt="x" * 257)),
+    ("TransferKey.transfer_id", _set(key__transfer_id=b"")),
+    ("TransferKey.attempt", _set(key__attempt=0)),
 ]
 
 PREFILL_REPLY_CHANGES = [
@@ -355,6 +441,8 @@ PREFILL_REPLY_CHANGES = [
     ("PrefillResponse.cached_tokens", _set(cached_tokens=4)),
     ("PrefillResponse.queue_seconds", _set(queue_seconds=-1.0)),
     ("PrefillResponse.prefill_seconds", _set(prefill_seconds=float("nan"))),
+    ("PrefillResponse.lease_seconds", _set(lease_seconds=0.0)),
+    ("PrefillResponse.lease_seconds", _set(lease_seconds=float("inf"))),
 ]
 
 DECODE_CALL_CHANGES = [
@@ -371,10 +459,19 @@ STATUS_CHANGES = [
     ("WorkerStatus.worker", _clear("worker")),
     ("WorkerStatus.integrity", _clear("integrity")),
     ("WorkerStatus.process_id", _clear("process_id")),
+    ("WorkerStatus.condition", _clear("condition")),
+    ("WorkerStatus.condition", _set(condition="x" * (checks.MAX_TEXT_CHARS + 1))),
     ("PairedWorker.lane", _set(peers__0__lane="")),
     ("PoolGroup.free", _set(pool_groups__0__free=2**64 - 1)),
     ("PoolGroup.cached", _set(pool_groups__0__cached=2**64 - 1)),
     ("PoolGroup.life_cycles", lambda message: message.pool_groups[0].life_cycles.append("")),
+]
+
+TOKENIZE_CHANGES = [("TokenizeRequest.prompt", _set(prompt="x" * (inference.MAX_PROMPT_CHARS + 1)))]
+
+TOKENS_CHANGES = [
+    ("TokenizeResponse.token_ids", lambda message: message.token_ids.append(2**31)),
+    ("TokenizeResponse.token_ids", lambda message: message.token_ids.extend([0] * common.MAX_TOKENS)),
 ]
 
 EVENT_CHANGES = [
@@ -392,7 +489,10 @@ def cases() -> list[Any]:
     """Every change with the good message it spoils and the converter that must refuse it."""
     groups: list[tuple[Message, Callable[[Any], object], list[tuple[str, Callable[[Any], Any]]]]] = [
         (channel.grant_to_wire(samples.grant()), channel.grant_from_wire, GRANT_CHANGES),
+        (channel.permit_to_wire(samples.permit()), channel.permit_from_wire, PERMIT_CHANGES),
         (channel.result_to_wire(samples.result()), channel.result_from_wire, RESULT_CHANGES),
+        (channel.cancel_to_wire(samples.cancel()), channel.cancel_from_wire, CANCEL_CHANGES),
+        (channel.renewal_to_wire(samples.renewal()), channel.renewal_from_wire, RENEWAL_CHANGES),
         (rank.rank_to_wire(samples.rank(samples.PREFILL, Role.BOTH)), rank.rank_from_wire, RANK_CHANGES),
         (inference.call_to_wire(samples.call()), inference.call_from_wire, CALL_CHANGES),
         (
@@ -401,6 +501,8 @@ def cases() -> list[Any]:
             PREFILL_REPLY_CHANGES,
         ),
         (inference.decode_call_to_wire(samples.decode_call()), inference.decode_call_from_wire, DECODE_CALL_CHANGES),
+        (inference.tokenize_to_wire("hello", True), inference.tokenize_from_wire, TOKENIZE_CHANGES),
+        (inference.tokens_to_wire((1, 2)), inference.tokens_from_wire, TOKENS_CHANGES),
         (status.status_to_wire(samples.status()), status.status_from_wire, STATUS_CHANGES),
         (inference.event_to_wire(samples.summary()), inference.event_from_wire, EVENT_CHANGES),
     ]
@@ -433,6 +535,10 @@ def test_broken_rule_names_the_field(
         (inference.call_to_wire, GenerateCall(prompt="\ud800")),
         (common.key_to_wire, TransferKey("not hex", 0)),
         (common.worker_to_wire, WorkerId("a", -1)),
+        (
+            channel.body_to_wire,
+            TransferResult(samples.KEY, samples.PREFILL, samples.DECODE, ResultStatus.FAILED, -1, False),
+        ),
     ],
 )
 def test_own_record_that_does_not_fit_is_our_fault(convert: Callable[[Any], object], record: object) -> None:

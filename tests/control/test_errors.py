@@ -81,6 +81,9 @@ class Failing:
     async def cancel(self, key: TransferKey, reason: str) -> None:
         self._fail()
 
+    async def tokenize(self, prompt: str, chat: bool) -> tuple[int, ...]:
+        self._fail()
+
 
 def failures(error: Exception) -> list[KVError]:
     """What a client of a failing server gets: from a call, and from a stream after its first event."""
@@ -93,10 +96,12 @@ def failures(error: Exception) -> list[KVError]:
         async with closing(client.close, server.stop):
             with pytest.raises(KVError) as unary:
                 await client.prefill(samples.call())
+            with pytest.raises(KVError) as text:
+                await client.tokenize("hello")
             with pytest.raises(KVError) as stream:
                 async for _ in client.generate(samples.call()):
                     pass
-            caught.extend((unary.value, stream.value))
+            caught.extend((unary.value, text.value, stream.value))
 
     run(test)
     return caught
@@ -121,7 +126,7 @@ def test_subclass_outside_the_table_travels_as_its_nearest_base() -> None:
     class Odd(TransferTimeout):
         pass
 
-    assert [type(error) for error in failures(Odd("late", **WHERE))] == [TransferTimeout] * 2
+    assert [type(error) for error in failures(Odd("late", **WHERE))] == [TransferTimeout] * 3
 
 
 def test_unexpected_error_is_a_plain_error_at_the_caller() -> None:

@@ -13,7 +13,7 @@ from kvferry.transfer.control.handlers import ChannelBody, Envelope, Hello
 from kvferry.transfer.control.server import ControlServer
 from kvferry.transfer.control.wire import open_channel
 from kvferry.transfer.inference import WorkerStatus
-from kvferry.transfer.types import PROTOCOL_VERSION, Grant, RankInfo, Role, WorkerId
+from kvferry.transfer.types import PROTOCOL_VERSION, Grant, RankInfo, Role, Side, WorkerId
 from kvferry.v1.peer_pb2 import RegisterRequest
 from kvferry.v1.peer_pb2_grpc import PeerStub
 from kvferry.v1.transfer_pb2 import ChannelRequest
@@ -40,17 +40,23 @@ def test_messages_cross_in_order_and_equal() -> None:
     async def test() -> None:
         async with connected_pair() as (prefill, decode):
             assert decode.network.send(PREFILL, samples.grant())
+            assert decode.network.send(PREFILL, samples.renewal())
             assert decode.network.send(PREFILL, samples.cancel(DECODE))
+            assert prefill.network.send(DECODE, samples.renewal(PREFILL, Side.SENDER))
+            assert prefill.network.send(DECODE, samples.permit())
             assert prefill.network.send(DECODE, samples.result())
-            assert prefill.network.send(DECODE, samples.cancel(PREFILL))
-            await wait_until(lambda: prefill.sink.cancels and decode.sink.cancels, "all messages arrived")
+            await wait_until(lambda: prefill.sink.cancels and decode.sink.results, "all messages arrived")
 
             peer, grant = prefill.sink.grants[0]
             assert (peer, grant.key) == (DECODE, samples.KEY)
             assert [slots.tolist() for slots in grant.pages.slots] == [[3, 4, 9], [-1, -1, 7]]
             assert prefill.sink.cancels == [(DECODE, samples.cancel(DECODE))]
+            assert prefill.sink.renewals == [(DECODE, samples.renewal())]
+            assert decode.sink.renewals == [(PREFILL, samples.renewal(PREFILL, Side.SENDER))]
+            peer, permit = decode.sink.permits[0]
+            assert (peer, permit.key, permit.fence) == (PREFILL, samples.KEY, grant.fence)
+            assert [slots.tolist() for slots in permit.pages.slots] == [[3, 4, 9], [-1, -1, 7]]
             assert decode.sink.results == [(PREFILL, samples.result())]
-            assert decode.sink.cancels == [(PREFILL, samples.cancel(PREFILL))]
 
     run(test)
 
@@ -74,11 +80,15 @@ def test_send_from_many_threads_delivers_every_message() -> None:
     run(test)
 
 
-def test_send_without_a_channel_of_the_right_direction_is_refused() -> None:
+def test_send_without_a_channel_for_it_is_refused() -> None:
     async def test() -> None:
         async with connected_pair() as (prefill, decode):
             assert not prefill.network.send(DECODE, samples.grant())
+            assert not prefill.network.send(DECODE, samples.cancel(PREFILL))
+            assert not prefill.network.send(DECODE, samples.renewal(PREFILL, Side.RECEIVER))
             assert not decode.network.send(PREFILL, samples.result())
+            assert not decode.network.send(PREFILL, samples.permit())
+            assert not decode.network.send(PREFILL, samples.renewal(DECODE, Side.SENDER))
             assert not decode.network.send(WorkerId("prefill-0", 0x99), samples.grant())
             assert not decode.network.send(WorkerId("stranger", 1), samples.cancel())
 
@@ -105,7 +115,11 @@ def test_two_workers_of_both_roles_have_a_stream_each_way() -> None:
             await wait_until(lambda: len(one.sink.up) == 2 == len(two.sink.up), "both streams are up")
             assert one.network.send(two.id, samples.grant(sender=two.id, receiver=one.id))
             assert one.network.send(two.id, samples.result(sender=one.id, receiver=two.id))
+            for side in Side:
+                assert one.network.send(two.id, samples.renewal(one.id, side))
             await wait_until(lambda: two.sink.grants and two.sink.results, "grant and result arrived")
+            await wait_until(lambda: len(two.sink.renewals) == 2, "a renewal over each stream")
+            assert {renewal.side for _, renewal in two.sink.renewals} == set(Side)
             assert one.network.paired == {two.id}
             assert one.paired_changes == [{two.id}]
 
@@ -300,10 +314,15 @@ STRANGER = WorkerId("stranger", 5)
         pytest.param([(0, HELLO), (2, samples.grant())], "1 was due", id="gap"),
         pytest.param([(0, HELLO), (1, samples.cancel()), (1, samples.cancel())], "2 was due", id="repeat"),
         pytest.param([(0, HELLO), (1, HELLO)], "hello comes once", id="second hello"),
-        pytest.param([(0, HELLO), (1, samples.result())], "senders send results", id="result to a sender"),
+        pytest.param([(0, HELLO), (1, samples.result())], "senders send permits", id="result to a sender"),
         pytest.param([(0, HELLO), (1, samples.grant(receiver=STRANGER))], "stranger", id="grant for another receiver"),
         pytest.param([(0, HELLO), (1, samples.grant(sender=STRANGER))], "stranger", id="grant of another sender"),
+        pytest.param([(0, HELLO), (1, samples.permit())], "senders send permits", id="permit to a sender"),
         pytest.param([(0, HELLO), (1, samples.cancel(STRANGER))], "origin stranger", id="cancel of another"),
+        pytest.param([(0, HELLO), (1, samples.renewal(STRANGER))], "origin stranger", id="renewal of another"),
+        pytest.param(
+            [(0, HELLO), (1, samples.renewal(side=Side.SENDER))], "renewals of their side", id="renewal of a sender"
+        ),
     ],
 )
 def test_broken_protocol_closes_the_stream(said: list[tuple[int, ChannelBody]], complaint: str) -> None:
@@ -363,7 +382,20 @@ GREETING = Envelope(0, Hello(PREFILL, PROTOCOL_VERSION))
         pytest.param([GREETING, Envelope(2, samples.result())], "1 was due", id="gap"),
         pytest.param([GREETING, Envelope(1, samples.grant())], "receivers send grants", id="grant to a receiver"),
         pytest.param([GREETING, Envelope(1, samples.result(receiver=STRANGER))], "stranger", id="foreign result"),
-        pytest.param([GREETING, Envelope(1, samples.cancel(DECODE))], "names origin decode", id="cancel of another"),
+        pytest.param([GREETING, Envelope(1, samples.permit(sender=STRANGER))], "stranger", id="foreign permit"),
+        pytest.param(
+            [GREETING, Envelope(1, samples.cancel(PREFILL))], "receivers send grants", id="cancel to a receiver"
+        ),
+        pytest.param(
+            [GREETING, Envelope(1, samples.renewal(DECODE, Side.SENDER))],
+            "names origin decode",
+            id="renewal of another",
+        ),
+        pytest.param(
+            [GREETING, Envelope(1, samples.renewal(PREFILL, Side.RECEIVER))],
+            "renewals of theirs",
+            id="renewal of a receiver",
+        ),
     ],
 )
 def test_sender_that_breaks_the_protocol_is_dropped(

@@ -8,7 +8,7 @@ from kvferry.cache.errors import Incompatibility, IncompatiblePeer
 from kvferry.transfer.control.network import PeerNetwork
 from kvferry.transfer.control.server import ControlServer
 from kvferry.transfer.inference import DirectoryEntry, WorkerStatus
-from kvferry.transfer.types import Cancel, Grant, RankInfo, Role, TransferResult, WorkerId
+from kvferry.transfer.types import Cancel, Grant, Permit, RankInfo, Renewal, Role, TransferResult, WorkerId
 from tests.control import samples
 
 TEST_SECONDS = 15.0
@@ -38,19 +38,27 @@ class RecordingSink:
 
     def __init__(self) -> None:
         self.grants: list[tuple[WorkerId, Grant]] = []
+        self.permits: list[tuple[WorkerId, Permit]] = []
         self.results: list[tuple[WorkerId, TransferResult]] = []
         self.cancels: list[tuple[WorkerId, Cancel]] = []
+        self.renewals: list[tuple[WorkerId, Renewal]] = []
         self.up: list[WorkerId] = []
         self.lost: list[tuple[WorkerId, str]] = []
 
     def on_grant(self, peer: WorkerId, grant: Grant) -> None:
         self.grants.append((peer, grant))
 
+    def on_permit(self, peer: WorkerId, permit: Permit) -> None:
+        self.permits.append((peer, permit))
+
     def on_result(self, peer: WorkerId, result: TransferResult) -> None:
         self.results.append((peer, result))
 
     def on_cancel(self, peer: WorkerId, cancel: Cancel) -> None:
         self.cancels.append((peer, cancel))
+
+    def on_renewal(self, peer: WorkerId, renewal: Renewal) -> None:
+        self.renewals.append((peer, renewal))
 
     def on_channel_up(self, peer: WorkerId) -> None:
         self.up.append(peer)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,8 @@ from kvferry.cache.protocol import CacheManager
 from kvferry.cache.sequence import SequenceCache
 from kvferry.cache.spec import ModelSpec
 from kvferry.cache.static_manager import StaticKVCacheManager
-from kvferry.deploy.engine_loop import EngineLoop, LoopSettings
+from kvferry.deploy.engine_loop import EngineLoop
+from kvferry.deploy.loop_settings import LoopSettings
 from kvferry.deploy.requests import Request
 from kvferry.transfer.engines.base import Engine
 from kvferry.transfer.engines.synthetic import SyntheticEngine
@@ -31,9 +33,9 @@ from kvferry.transfer.inference import (
     SamplingParams,
     TokenChunk,
 )
-from kvferry.transfer.transceiver import Transceiver
+from kvferry.transfer.transceiver import Transceiver, TransceiverSettings
 from kvferry.transfer.transport.loopback import LoopbackTransport
-from kvferry.transfer.types import Role, WorkerId
+from kvferry.transfer.types import Role, TransferKey, WorkerId
 from tests.cache.specs import spec
 from tests.helpers import wait_until
 from tests.transfer.pairs import End, deliver
@@ -123,6 +125,7 @@ class Node:
     engine: GatedEngine
     loop: EngineLoop
     failed: threading.Event = field(default_factory=threading.Event)
+    conditions: list[str] = field(default_factory=list)
 
     @property
     def manager(self) -> KVCacheManager:
@@ -138,8 +141,9 @@ class Node:
         hand_over: bool = False,
         seconds: float = 60.0,
         salt: str = "",
+        key: TransferKey | None = None,
     ) -> Request:
-        """A request for some tokens, or for that many of `counting_prompt`."""
+        """A request for some tokens, or for that many of `counting_prompt`; with a key it is to be handed over."""
         now = time.monotonic()
         return Request(
             request_id=f"r{next(_numbers)}",
@@ -148,7 +152,8 @@ class Node:
             sink=Sink(),
             arrived_at=now,
             deadline=now + seconds,
-            hand_over=hand_over,
+            hand_over=hand_over or key is not None,
+            offer_key=key,
             cache_salt=salt,
         )
 
@@ -159,11 +164,20 @@ class Node:
 
     def fetch(self, source: Request, reply: PrefillReply, seconds: float = 60.0) -> Request:
         """The decode request for a prompt that another node offered."""
-        now = time.monotonic()
-        prompt, salt = reply.prompt_token_ids, source.cache_salt
-        call = DecodeCall(source.request_id, reply.key, reply.sender, prompt, source.sampling, seconds, salt)
+        return self._receiving(source, reply.key, reply.sender, seconds)
+
+    def expect(self, source: Request, sender: WorkerId, seconds: float = 60.0) -> Request:
+        """The decode request for a prompt that another node will offer under the key it was given."""
+        assert source.offer_key is not None
+        return self._receiving(source, source.offer_key, sender, seconds, early=True)
+
+    def _receiving(
+        self, source: Request, key: TransferKey, sender: WorkerId, seconds: float, *, early: bool = False
+    ) -> Request:
+        now, salt = time.monotonic(), source.cache_salt
+        call = DecodeCall(source.request_id, key, sender, source.prompt, source.sampling, seconds, salt, early)
         return Request(
-            source.request_id, prompt, source.sampling, Sink(), now, now + seconds, decode=call, cache_salt=salt
+            source.request_id, source.prompt, source.sampling, Sink(), now, now + seconds, decode=call, cache_salt=salt
         )
 
     def is_idle(self) -> bool:
@@ -175,6 +189,11 @@ class Node:
             return idle and all(u.held == 0 and u.reserved == 0 for u in self.manager.usage())
 
         return self.loop.call(look).result(WAIT_SECONDS)
+
+
+def new_key() -> TransferKey:
+    """A key of an attempt that no test has used."""
+    return TransferKey(f"{next(_numbers):032x}", 1)
 
 
 def hand_over(prefill: Node, decode: Node, request: Request) -> Sink:
@@ -209,7 +228,8 @@ def nodes(
     options: PoolOptions = PoolOptions(),  # noqa: B008 - immutable
     hold_seconds: float = 30.0,
     stall_seconds: float = 10.0,
-    **settings: int,
+    lease_seconds: float = 10.0,
+    **settings: Any,
 ) -> Iterator[tuple[Node, Node]]:
     """A prefill and a decode node, paired. At the end both are idle unless their loop failed."""
     bounds = {"max_waiting": 8, "max_running": 4, "max_held": 4, "max_seq_len_tokens": 400, "prefill_chunk_tokens": 16}
@@ -234,10 +254,12 @@ def nodes(
             send=lambda _, message, end=node.end, other=other.end: deliver(end, other, message),
             hang_up=lambda worker, reason, end=node.end: end.hung_up.append((worker, reason)),
             wake=node.loop.wake,
+            settings=TransceiverSettings(lease_seconds=lease_seconds),
         )
     for node, other in zip(made, reversed(made), strict=True):
         node.end.transceiver.pair(other.end.transceiver.info).result(WAIT_SECONDS)
-        node.loop.start(node.end.transceiver, node.failed.set)
+        note = lambda node=node: node.conditions.append(node.loop.condition)  # noqa: E731
+        node.loop.start(node.end.transceiver, node.failed.set, note)
     try:
         yield made[0], made[1]
         for node in made:

@@ -158,6 +158,8 @@ def test_stall_is_reported_after_the_patience_with_the_numbers() -> None:
     assert "request r has waited 10.0 s and nothing moves: it needs [12] slots" in str(error)
     assert (error.requested, error.available) == ((12,), (4,))
     assert not error.permanent
+    forbidden = world.admission.stalled([request], 111.0, busy=False, forbidden="the pools are on fire")
+    assert "nothing moves: the pools are on fire; nothing under way will change that" in str(forbidden)
 
 
 @pytest.mark.parametrize("change", ["busy", "nobody waits", "pages move"])

@@ -16,7 +16,7 @@ from kvferry.deploy.config import (
     load,
     without_keys,
 )
-from kvferry.transfer.types import Role
+from kvferry.transfer.types import Direction, Role
 
 MINIMAL = {"role": "decode", "directory": "127.0.0.1:7470"}
 MIB = 1 << 20
@@ -238,6 +238,12 @@ def test_section_given_as_value_lists_its_keys(tmp_path: Path) -> None:
         ("transfer.slice_bytes", "65MiB", f"must be less than or equal to {64 * MIB}"),
         ("transfer.hold_seconds", 0, "must be greater than 0"),
         ("transfer.timeout_seconds", float("nan"), "must be less than or equal to 3600"),
+        ("transfer.lease_seconds", 0.1, "must be greater than or equal to 0.5"),
+        ("transfer.direction", "sideways", "must be 'push' or 'pull'"),
+        ("transfer.max_held_bytes", -1, "must be a number of bytes or a text such as 256MiB"),
+        ("transfer.max_receiving_bytes", "few", "must be a number of bytes or a text such as 256MiB"),
+        ("transfer.quarantine_limit", 0, "must be greater than 0"),
+        ("transfer.quarantine_limit", 1.5, "must be less than or equal to 1"),
         ("lease_seconds", 0.5, "must be greater than or equal to 1"),
     ],
 )
@@ -301,6 +307,45 @@ def test_addresses_are_written_one_way(tmp_path: Path) -> None:
 def test_reading_a_configuration_needs_no_grpc() -> None:
     script = "import sys, kvferry.deploy.config; sys.exit('grpc' in sys.modules)"
     assert subprocess.run((sys.executable, "-c", script), timeout=60.0, check=False).returncode == 0
+
+
+# ---- how pages move
+
+TRANSFER_KEYS = [
+    ("direction", "pull", Direction.PULL),
+    ("direction", "push", Direction.PUSH),
+    ("lease_seconds", "2.5", 2.5),
+    ("max_receiving_bytes", "64MiB", 64 * MIB),
+    ("max_held_bytes", "0", 0),
+    ("quarantine_limit", "1", 1.0),
+]
+
+
+@pytest.mark.parametrize("name, given, expected", TRANSFER_KEYS)
+def test_transfer_key_is_taken_from_flag_environment_and_file(
+    tmp_path: Path, name: str, given: str, expected: object
+) -> None:
+    configs = [
+        worker(tmp_path, **{f"transfer.{name}": given}),
+        worker(tmp_path, environ={f"KVFERRY_WORKER__TRANSFER__{name.upper()}": given}),
+        worker(tmp_path, f"transfer:\n  {name}: {given}\n"),
+    ]
+
+    assert [getattr(config.transfer, name) for config in configs] == [expected] * 3
+
+
+def test_transfers_are_pushed_and_bounded_by_the_quarantine_alone_unless_set() -> None:
+    transfer = load(WorkerConfig, None, MINIMAL, {}).transfer
+
+    assert (transfer.direction, transfer.lease_seconds, transfer.quarantine_limit) == (Direction.PUSH, 10.0, 0.25)
+    assert (transfer.max_receiving_bytes, transfer.max_held_bytes) == (0, 0)
+
+
+def test_schedule_of_the_frontend_is_one_of_two() -> None:
+    assert load(FrontendConfig, None, {}, {}).schedule == "context_first"
+    assert load(FrontendConfig, None, {"schedule": "generation_first"}, {}).schedule == "generation_first"
+    with pytest.raises(ConfigError, match="must be 'context_first' or 'generation_first'"):
+        load(FrontendConfig, None, {"schedule": "both"}, {})
 
 
 # ---- how pools are kept

@@ -118,8 +118,8 @@ def test_decode_request_that_waits_while_nothing_moves_ends_too() -> None:
             error = decode.submit(decode.fetch(request, reply)).wait().error
             assert isinstance(error, CapacityError)
             assert "nothing moves" in str(error)
-        # The offer stands: the same prompt can be fetched once there is room.
-        assert decode.submit(decode.fetch(request, reply)).wait().error is None
+            wait_until(prefill.is_idle, WAIT_SECONDS, "nobody will fetch the prompt: its pages are free at once")
+        assert hand_over(prefill, decode, prefill.request(20, 4, hand_over=True)).error is None
 
 
 def test_request_that_waits_for_another_that_computes_does_not_count_as_stalled() -> None:

@@ -21,8 +21,12 @@ from kvferry.transfer.transport.loopback import LoopbackTransport
 from kvferry.transfer.types import (
     AuxRecord,
     Cancel,
+    Direction,
     Grant,
+    Message,
+    Permit,
     PromptId,
+    Renewal,
     Role,
     TransferKey,
     TransferResult,
@@ -32,7 +36,6 @@ from kvferry.transfer.types import (
 from tests.helpers import wait_until
 from tests.transfer.tables import PLAIN
 
-Message = Grant | TransferResult | Cancel
 Bend = Callable[[Message], Message | None]
 """What the control plane makes of a message; None loses it after it was accepted."""
 
@@ -127,14 +130,21 @@ class Pair:
     sender: End
     receiver: End
     clock: FakeClock
+    direction: Direction = Direction.PUSH
 
     def key(self) -> TransferKey:
         return TransferKey(f"{next(_numbers):032x}", 1)
 
     def offer(
-        self, key: TransferKey, sequence: SequenceCache, tokens: int = PROMPT_TOKENS, timeout: float = 60.0
+        self,
+        key: TransferKey,
+        sequence: SequenceCache,
+        tokens: int = PROMPT_TOKENS,
+        timeout: float = 60.0,
+        **options: Any,
     ) -> None:
-        self.sender.transceiver.offer(key, sequence.pages(tokens), prompt_of(tokens), aux_of(tokens), timeout)
+        pages = sequence.pages(tokens)
+        self.sender.transceiver.offer(key, pages, prompt_of(tokens), aux_of(tokens), timeout, **options)
 
     def request(
         self,
@@ -143,9 +153,12 @@ class Pair:
         tokens: int = PROMPT_TOKENS,
         timeout: float = 60.0,
         skip_blocks: int = 0,
+        **options: Any,
     ) -> None:
         pages = sequence.pages(tokens, skip_blocks=skip_blocks)
-        self.receiver.transceiver.request(key, self.sender.worker, pages, prompt_of(tokens), timeout)
+        options.setdefault("direction", self.direction)
+        senders = (self.sender.worker,)
+        self.receiver.transceiver.request(key, senders, pages, prompt_of(tokens), timeout, **options)
 
     def wait_outcome(self, end: End, count: int = 1) -> TransferOutcome:
         wait_until(lambda: len(end.poll()) >= count, WAIT_SECONDS, f"{end.worker} hears {count} outcomes")
@@ -173,12 +186,17 @@ def deliver(source: End, target: End, message: Message) -> bool:
         return False
     source.sent.append(message)
     bent = source.bend(message)
-    if isinstance(bent, Grant):
-        target.transceiver.on_grant(source.worker, bent)
-    elif isinstance(bent, TransferResult):
-        target.transceiver.on_result(source.worker, bent)
-    elif bent is not None:
-        target.transceiver.on_cancel(source.worker, bent)
+    match bent:
+        case Grant():
+            target.transceiver.on_grant(source.worker, bent)
+        case Permit():
+            target.transceiver.on_permit(source.worker, bent)
+        case TransferResult():
+            target.transceiver.on_result(source.worker, bent)
+        case Cancel():
+            target.transceiver.on_cancel(source.worker, bent)
+        case Renewal():
+            target.transceiver.on_renewal(source.worker, bent)
     return True
 
 
@@ -188,6 +206,7 @@ def pair(
     num_slots: int = 64,
     model: ModelSpec = PLAIN,
     managers: MakeManager = v2_manager,
+    direction: Direction = Direction.PUSH,
     **settings: Any,
 ) -> Iterator[Pair]:
     """Two paired transceivers over real transports; at the end both are closed and their books add up."""
@@ -208,7 +227,7 @@ def pair(
     for end, other in zip(ends, reversed(ends), strict=True):
         end.transceiver.pair(other.transceiver.info).result(WAIT_SECONDS)
     try:
-        yield Pair(*ends, clock)
+        yield Pair(*ends, clock, direction)
         for end in ends:
             end.free()
     finally:

@@ -66,7 +66,7 @@ def test_plan_recurrent_state_moves_as_the_page_of_its_last_block() -> None:
 def test_plan_with_nothing_wanted_is_empty(model: ModelSpec) -> None:
     groups = len(page_table(model).layer_groups)
     ours, theirs = lists(*[[0, 1]] * groups), lists(*[[-1, -1]] * groups)
-    planner(model).check_grant(8, theirs)
+    planner(model).check_pages(8, theirs)
     plan = planner(model).plan(ours, theirs)
     assert (plan.num_pages, plan.num_runs, plan.num_bytes, list(plan.slices(8))) == (0, 0, 0, [])
     assert plan.local.dtype == plan.remote.dtype == np.int32
@@ -82,7 +82,7 @@ def test_plan_moves_every_wanted_page_once_in_each_of_its_pools(data: st.DataObj
     wanted = [data.draw(st.lists(st.booleans(), min_size=blocks, max_size=blocks)) for _ in ours]
     theirs = [[10 * group + at if want else -1 for at, want in enumerate(line)] for group, line in enumerate(wanted)]
     planner = PairPlanner(local, remote)
-    planner.check_grant(4 * blocks, lists(*theirs))
+    planner.check_pages(4 * blocks, lists(*theirs))
     plan = planner.plan(lists(*ours), lists(*theirs))
 
     def address(table: PageTable, group: int, pool: int, slot: int) -> tuple[int, int]:
@@ -117,31 +117,31 @@ def test_plan_page_missing_at_the_sender_is_refused() -> None:
         (lists([0, 1], [1, 2]), "named twice"),
     ],
 )
-def test_check_grant_refuses_lists_that_do_not_fit(pages: object, story: str) -> None:
+def test_check_pages_refuses_lists_that_do_not_fit(pages: object, story: str) -> None:
     with pytest.raises(RemoteProtocolError, match=story):
-        planner().check_grant(8, pages)  # type: ignore[arg-type]
+        planner().check_pages(8, pages)  # type: ignore[arg-type]
 
 
-def test_check_grant_accepts_absent_pages() -> None:
-    planner().check_grant(8, lists([-1, 1], [2, -1]))
+def test_check_pages_accepts_absent_pages() -> None:
+    planner().check_pages(8, lists([-1, 1], [2, -1]))
     assert planner().plan(lists([-1, 1], [2, -1]), lists([-1, 1], [2, -1])).num_runs == 2
 
 
-def test_check_grant_bounds_a_slot_by_the_smallest_pool_of_its_group() -> None:
+def test_check_pages_bounds_a_slot_by_the_smallest_pool_of_its_group() -> None:
     table = page_table(SCALED, 32)
     short = dataclasses.replace(table, pools=(table.pools[0], dataclasses.replace(table.pools[1], num_slots=8)))
     with pytest.raises(RemoteProtocolError, match=r"slots 8\.\.9 of 8"):
-        PairPlanner(table, short).check_grant(8, lists([-1, -1], [8, 9]))
+        PairPlanner(table, short).check_pages(8, lists([-1, -1], [8, 9]))
 
 
-def test_check_grant_sees_groups_that_share_only_one_of_their_pools() -> None:
+def test_check_pages_sees_groups_that_share_only_one_of_their_pools() -> None:
     table = page_table(SCALED, 32)
     first, second = table.layer_groups
     pools = (*table.pools, table.pools[0])
     groups = (first, dataclasses.replace(second, pools=(2, 1)))
     bent = dataclasses.replace(table, pools=pools, layer_groups=groups)
     with pytest.raises(RemoteProtocolError, match="named twice"):
-        PairPlanner(table, bent).check_grant(4, lists([3], [3]))
+        PairPlanner(table, bent).check_pages(4, lists([3], [3]))
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 120))

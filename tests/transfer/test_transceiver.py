@@ -10,16 +10,16 @@ from kvferry.cache.errors import (
     TransferCancelled,
     TransportError,
 )
-from kvferry.transfer.session import Side
+from kvferry.transfer.outcomes import cancelled
 from kvferry.transfer.transport.loopback import LoopbackTransport
-from kvferry.transfer.types import Cancel
+from kvferry.transfer.types import Cancel, Direction, Side
 from tests.helpers import wait_until
 from tests.transfer.bending import start_transfer, sweep, total_quarantined
 from tests.transfer.pairs import PROMPT_TOKENS, WAIT_SECONDS, aux_of, pair
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8, 9, 15, 16, 30, 64])
-def test_pages_arrive_byte_for_byte_and_everything_is_free_afterwards(tokens: int) -> None:
+def test_pages_arrive_byte_for_byte_and_everything_is_free_afterwards(tokens: int, direction: Direction) -> None:
     with pair() as running:
         source, target, key = running.sender.fill(tokens), running.receiver.room(tokens), running.key()
         running.offer(key, source, tokens)
@@ -36,8 +36,8 @@ def test_pages_arrive_byte_for_byte_and_everything_is_free_afterwards(tokens: in
         assert running.receiver.is_empty()
 
 
-def test_neighbouring_slots_become_one_descriptor() -> None:
-    with pair() as running:
+def test_neighbouring_slots_become_one_descriptor(direction: Direction) -> None:
+    with pair(direction=direction) as running:
         source, target, key = running.sender.fill(64), running.receiver.room(64), running.key()
         running.offer(key, source, 64)
         running.request(key, target, 64)
@@ -52,8 +52,8 @@ def test_neighbouring_slots_become_one_descriptor() -> None:
         assert wire.num_descriptors == 1 + breaks < len(pairs)
 
 
-def test_source_sequence_may_close_while_its_pages_are_offered() -> None:
-    with pair() as running:
+def test_source_sequence_may_close_while_its_pages_are_offered(direction: Direction) -> None:
+    with pair(direction=direction) as running:
         source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
         expected = running.sender.page_bytes(source)
         running.offer(key, source)
@@ -66,8 +66,8 @@ def test_source_sequence_may_close_while_its_pages_are_offered() -> None:
         assert running.sender.is_empty()
 
 
-def test_large_transfer_is_cut_into_slices_and_completes_after_the_last() -> None:
-    with pair(slice_bytes=2 * 1024) as running:
+def test_large_transfer_is_cut_into_slices_and_completes_after_the_last(direction: Direction) -> None:
+    with pair(direction=direction, slice_bytes=2 * 1024) as running:
         source, target, key = running.sender.fill(64), running.receiver.room(64), running.key()
         running.offer(key, source, 64)
         running.request(key, target, 64)
@@ -76,8 +76,8 @@ def test_large_transfer_is_cut_into_slices_and_completes_after_the_last() -> Non
         assert running.receiver.page_bytes(target) == running.sender.page_bytes(source)
 
 
-def test_many_transfers_at_once_do_not_mix() -> None:
-    with pair(num_slots=256, slice_bytes=1024) as running:
+def test_many_transfers_at_once_do_not_mix(direction: Direction) -> None:
+    with pair(direction=direction, num_slots=256, slice_bytes=1024) as running:
         jobs = []
         source = running.sender.fill(PROMPT_TOKENS)
         expected = running.sender.page_bytes(source)
@@ -128,7 +128,7 @@ def test_broken_transport_fails_every_open_transfer_and_refuses_new_ones() -> No
 def test_cancel_message_for_an_unknown_transfer_is_ignored() -> None:
     with pair() as running:
         running.sender.transceiver.on_cancel(
-            running.receiver.worker, Cancel(running.key(), running.receiver.worker, "never heard of it")
+            running.receiver.worker, Cancel(running.key(), running.receiver.worker, cancelled("never heard of it"))
         )
         source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
         running.offer(key, source)
@@ -145,7 +145,9 @@ def test_cancel_while_the_grant_waits_for_the_device_sends_no_grant() -> None:
         assert isinstance(running.wait_outcome(running.receiver).error, TransferCancelled)
         ready.append(True)
         sweep(running)
-        assert running.receiver.sent == []
+        [cancel] = running.receiver.sent
+        assert isinstance(cancel, Cancel)
+        assert (cancel.fence, cancel.failure.message) == (0, "not wanted")
         target.close()
         wait_until(running.receiver.is_empty, WAIT_SECONDS, "nothing was ever granted")
 

@@ -7,7 +7,7 @@ from kvferry.cache.errors import (
     TransferTimeout,
     TransportError,
 )
-from kvferry.transfer.receiving import SETTLE_SECONDS
+from kvferry.transfer.proofs import SETTLE_SECONDS
 from kvferry.transfer.transport.base import Post, PostState
 from kvferry.transfer.transport.loopback import LoopbackTransport
 from kvferry.transfer.types import Grant, TransferResult
@@ -196,8 +196,8 @@ def test_source_let_go_without_done_frees_the_source_but_proves_nothing_to_the_r
         wait_until(lambda: total_quarantined(running) == pages, WAIT_SECONDS, "the target is in quarantine")
         # Asking again does not help: the sender let go of this attempt's writes without seeing them done.
         running.receiver.transceiver.on_channel_up(running.sender.worker)
-        wait_until(lambda: len(results(running)) == 2, WAIT_SECONDS, "the sender answered again")
-        assert [result.quiet for result in results(running)] == [False, False]
+        wait_until(lambda: len(results(running)) >= 2, WAIT_SECONDS, "the sender answered again")
+        assert {result.quiet for result in results(running)} == {False}
         assert total_quarantined(running) == pages
 
 
@@ -234,7 +234,7 @@ def test_write_that_ends_while_its_attempt_is_abandoned_leaves_nothing_in_doubt(
         running.receiver.transceiver.on_notification = lambda notification: None  # type: ignore[method-assign]
         _, source, target = start_transfer(running)
         sender = running.sender.transceiver
-        wait_until(lambda: sender._sender.writer.busy, WAIT_SECONDS, "the write is under way")
+        wait_until(lambda: sender._driver.busy, WAIT_SECONDS, "the write is under way")
         sender.abandon("shutting down").result(WAIT_SECONDS)
         assert sender.num_unanswered().result(WAIT_SECONDS) == 1
         assert isinstance(running.wait_outcome(running.receiver).error, PeerLost)
@@ -265,7 +265,7 @@ def test_abandon_tells_the_peer_and_leaves_nothing_in_doubt() -> None:
         _, source, target = start_transfer(running)
         running.receiver.transceiver.abandon("shutting down").result(WAIT_SECONDS)
         assert isinstance(running.wait_outcome(running.receiver).error, PeerLost)
-        assert isinstance(running.wait_outcome(running.sender).error, TransferCancelled)
+        assert isinstance(running.wait_outcome(running.sender).error, PeerLost)
         source.close()
         target.close()
         wait_until(running.receiver.is_empty, WAIT_SECONDS, "the sender says that nothing was written")
@@ -283,7 +283,7 @@ def test_undelivered_write_is_remembered_while_its_receiver_is_away() -> None:
         transceiver._transport.poll = lambda post: PostState.IN_PROGRESS  # type: ignore[method-assign]
         transceiver._transport.release = lambda post: False  # type: ignore[method-assign]
         start_transfer(running)
-        wait_until(lambda: transceiver._sender.writer.busy, WAIT_SECONDS, "the second write is under way")
+        wait_until(lambda: transceiver._driver.busy, WAIT_SECONDS, "the second write is under way")
         transceiver._reactor.call(lambda: transceiver._peers.forget(info.worker)).result(WAIT_SECONDS)
         del transceiver._transport.release
         del transceiver._transport.poll
@@ -293,3 +293,20 @@ def test_undelivered_write_is_remembered_while_its_receiver_is_away() -> None:
         running.receiver.transceiver.on_channel_up(running.sender.worker)
         wait_until(lambda: len(results(running)) >= answered + 2, WAIT_SECONDS, "both are asked about again")
         assert {result.quiet for result in results(running) if result.key == first} == {False}
+
+
+def test_lost_answer_is_asked_for_again_while_the_pages_are_in_doubt() -> None:
+    with pair() as running:
+        running.sender.bend = lose(TransferResult)
+        running.receiver.transceiver.on_notification = lambda notification: None  # type: ignore[method-assign]
+        _, source, target = start_transfer(running, timeout=5.0)
+        running.wait_outcome(running.sender)
+        running.clock.now += 6.0
+        assert isinstance(running.wait_outcome(running.receiver).error, TransferTimeout)
+        running.clock.now += SETTLE_SECONDS + 1.0
+        wait_until(lambda: total_quarantined(running) > 0, WAIT_SECONDS, "pages are in quarantine")
+        running.sender.bend = lambda message: message
+        target.close()
+        source.close()
+        running.clock.now += SETTLE_SECONDS + 1.0
+        wait_until(running.receiver.is_empty, WAIT_SECONDS, "the sender was asked again, and answered")

@@ -14,7 +14,7 @@ from kvferry.cache.page_table import BlockLists
 from kvferry.cache.spec import ModelSpec
 from kvferry.transfer.notice import Notice
 from kvferry.transfer.transport.base import Notification
-from kvferry.transfer.types import Cancel, Grant, ResultStatus, TransferKey, TransferResult
+from kvferry.transfer.types import Cancel, Direction, Grant, ResultStatus, TransferKey, TransferResult
 from tests.helpers import wait_until
 from tests.transfer.bending import lose, results, sweep, total_quarantined
 from tests.transfer.pairs import PROMPT_TOKENS, WAIT_SECONDS, End, Message, Pair, aux_of, pair, prompt_of
@@ -37,8 +37,8 @@ def without(pages: BlockLists, groups: set[int]) -> BlockLists:
 
 
 def request(running: Pair, key: TransferKey, pages: BlockLists, timeout: float = 60.0) -> None:
-    receiver, sender = running.receiver.transceiver, running.sender.worker
-    receiver.request(key, sender, pages, prompt_of(PROMPT_TOKENS), timeout)
+    receiver, senders = running.receiver.transceiver, (running.sender.worker,)
+    receiver.request(key, senders, pages, prompt_of(PROMPT_TOKENS), timeout, direction=running.direction)
 
 
 def slots_of(end: End, pool_group: int) -> Iterator[torch.Tensor]:
@@ -60,8 +60,8 @@ def check_content(running: Pair, sent: BlockLists, got: BlockLists, room: BlockL
 
 @pytest.mark.parametrize("skipped", [0, 1, 5, 6, 7, 8])
 @pytest.mark.parametrize("model", MODELS)
-def test_only_the_blocks_after_the_known_ones_are_moved(model: ModelSpec, skipped: int) -> None:
-    with pair(model=model) as running:
+def test_only_the_blocks_after_the_known_ones_are_moved(model: ModelSpec, skipped: int, direction: Direction) -> None:
+    with pair(model=model, direction=direction) as running:
         source, target, key = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS), running.key()
         asked = target.pages(PROMPT_TOKENS, skip_blocks=skipped)
         running.offer(key, source)
@@ -74,8 +74,8 @@ def test_only_the_blocks_after_the_known_ones_are_moved(model: ModelSpec, skippe
 
 
 @pytest.mark.parametrize("num_absent", [1, 2, 3])
-def test_groups_without_any_page_move_nothing(num_absent: int) -> None:
-    with pair(model=MIXED) as running:
+def test_groups_without_any_page_move_nothing(num_absent: int, direction: Direction) -> None:
+    with pair(model=MIXED, direction=direction) as running:
         source, target = running.sender.fill(PROMPT_TOKENS), running.receiver.room(PROMPT_TOKENS)
         room = target.pages(PROMPT_TOKENS)
         for count, absent in enumerate(itertools.combinations(range(3), num_absent), 1):
@@ -95,8 +95,8 @@ def test_groups_without_any_page_move_nothing(num_absent: int) -> None:
         assert running.receiver.is_empty()
 
 
-def test_nothing_to_move_still_brings_the_first_token() -> None:
-    with pair() as running:
+def test_nothing_to_move_still_brings_the_first_token(direction: Direction) -> None:
+    with pair(direction=direction) as running:
         source, key = running.sender.fill(PROMPT_TOKENS), running.key()
         running.offer(key, source)
         source.close()
@@ -109,8 +109,8 @@ def test_nothing_to_move_still_brings_the_first_token() -> None:
         assert running.receiver.transceiver.num_receiving == running.sender.transceiver.num_sending == 0
 
 
-def test_request_for_nothing_that_times_out_leaves_nothing_in_doubt() -> None:
-    with pair() as running:
+def test_request_for_nothing_that_times_out_leaves_nothing_in_doubt(direction: Direction) -> None:
+    with pair(direction=direction) as running:
         running.receiver.bend = lose(Grant)
         request(running, running.key(), NOTHING, timeout=5.0)
         running.clock.now += 6.0
@@ -120,8 +120,8 @@ def test_request_for_nothing_that_times_out_leaves_nothing_in_doubt() -> None:
         assert not running.receiver.transceiver._holds
 
 
-def test_request_for_nothing_can_be_cancelled() -> None:
-    with pair() as running:
+def test_request_for_nothing_can_be_cancelled(direction: Direction) -> None:
+    with pair(direction=direction) as running:
         running.receiver.bend = lose(Grant)
         key = running.key()
         request(running, key, NOTHING)
@@ -130,8 +130,8 @@ def test_request_for_nothing_can_be_cancelled() -> None:
         assert [type(message) for message in running.receiver.sent] == [Grant, Cancel]
 
 
-def test_request_for_nothing_fails_when_its_channel_is_lost() -> None:
-    with pair() as running:
+def test_request_for_nothing_fails_when_its_channel_is_lost(direction: Direction) -> None:
+    with pair(direction=direction) as running:
         running.receiver.bend = lose(Grant)
         request(running, running.key(), NOTHING)
         running.receiver.transceiver.on_channel_lost(running.sender.worker, "stream broke")
@@ -140,8 +140,8 @@ def test_request_for_nothing_fails_when_its_channel_is_lost() -> None:
         assert not running.receiver.transceiver._holds
 
 
-def test_grant_for_nothing_that_never_left_fails() -> None:
-    with pair() as running:
+def test_grant_for_nothing_that_never_left_fails(direction: Direction) -> None:
+    with pair(direction=direction) as running:
         running.receiver.connected = False
         request(running, running.key(), NOTHING)
         assert isinstance(running.wait_outcome(running.receiver).error, PeerLost)
@@ -154,16 +154,16 @@ def test_notice_of_a_write_that_nobody_asked_for_is_refused() -> None:
         key, transceiver = running.key(), running.receiver.transceiver
         request(running, key, NOTHING)
         wait_until(lambda: running.receiver.sent, WAIT_SECONDS, "the grant is under way")
-        stray = Notice(key, running.receiver.worker.incarnation, 0, 1)
+        [grant] = running.receiver.sent
+        assert isinstance(grant, Grant)
+        stray = Notice(key, running.receiver.worker.incarnation, grant.fence, 0, 1)
         agent = running.sender.transceiver.info.agent_name
-        refused = transceiver._reactor.call(lambda: transceiver._receiver._expected(agent, stray))
+        refused = transceiver._reactor.call(lambda: transceiver._receiver.on_notice(agent, stray))
         with pytest.raises(RemoteProtocolError, match="1 slices now, 0 before"):
             refused.result(WAIT_SECONDS)
         notification = Notification(agent, stray.pack())
         transceiver._reactor.call(lambda: transceiver.on_notification(notification)).result(WAIT_SECONDS)
         running.offer(key, running.sender.fill(PROMPT_TOKENS))
-        [grant] = running.receiver.sent
-        assert isinstance(grant, Grant)
         running.sender.transceiver.on_grant(running.receiver.worker, grant)
         assert running.wait_outcome(running.receiver).error is None
 

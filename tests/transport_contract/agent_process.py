@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kvferry.cache.errors import TransportError
-from kvferry.transfer.transport.base import DescriptorList, Post, PostState
+from kvferry.transfer.transport.base import DescriptorList, Operation, Post, PostState
 from kvferry.transfer.transport.lanes import prepare_environment
 from kvferry.transfer.transport.registry import create
 
@@ -43,6 +43,7 @@ class AgentProcess:
         self.lists: dict[str, tuple[DescriptorList, DescriptorList]] = {}
         self.posts: list[Post] = []
         self.heard: list[dict[str, Any]] = []
+        self.listens = True
 
     def run(self, index: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
         return self.memory.numpy()[index * self.run_bytes : (index + 1) * self.run_bytes]
@@ -56,6 +57,9 @@ class AgentProcess:
     def listen(self) -> None:
         for notification in self.transport.notifications():
             told = json.loads(notification.payload)
+            if told["operation"] == "READ":
+                self.heard.append({"peer": notification.peer, "seed": told["seed"]})
+                continue
             runs = zip(told["local"], told["remote"], strict=True)
             right = all(
                 np.array_equal(self.run(remote), pattern(told["seed"], local, self.run_bytes)) for local, remote in runs
@@ -78,19 +82,22 @@ class AgentProcess:
             self.run(index)[:] = pattern(seed, index, self.run_bytes)
         return {}
 
-    def post(self, peer: str, seed: int, local: list[int], remote: list[int]) -> dict[str, Any]:
-        """Start a write. The receiver is told the runs where they fit into a notification, else the first and last."""
-        told = {"seed": seed, "local": local, "remote": remote}
+    def post(
+        self, peer: str, seed: int, local: list[int], remote: list[int], operation: str = "WRITE"
+    ) -> dict[str, Any]:
+        """Start a post. The receiver is told the runs where they fit into a notification, else the first and last."""
+        told = {"seed": seed, "local": local, "remote": remote, "operation": operation}
         if len(json.dumps(told)) > 4000:
             told |= {"local": [local[0], local[-1]], "remote": [remote[0], remote[-1]]}
         own, theirs = self.lists[peer]
         indices = np.array(local, np.int32), np.array(remote, np.int32)
         start = time.monotonic()
-        self.posts.append(self.transport.post(own, indices[0], theirs, indices[1], json.dumps(told).encode()))
+        notification = json.dumps(told).encode()
+        self.posts.append(self.transport.post(own, indices[0], theirs, indices[1], notification, Operation(operation)))
         return {"seconds": time.monotonic() - start}
 
     def poll(self, timeout: float) -> dict[str, Any]:
-        """Follow the last write until it is over or the time is up."""
+        """Follow the last post until it is over or the time is up."""
         post = self.posts[-1]
         start = time.monotonic()
         while (state := self.transport.poll(post)) is PostState.IN_PROGRESS and time.monotonic() < start + timeout:
@@ -121,8 +128,47 @@ class AgentProcess:
 
     def values(self) -> dict[str, Any]:
         """How often each byte value is in the memory."""
-        values, counts = np.unique(self.memory.numpy(), return_counts=True)
-        return {"values": {str(value): int(count) for value, count in zip(values, counts, strict=True)}}
+        counts = sum(np.bincount(part, minlength=256) for part in np.array_split(self.memory.numpy(), self.num_runs))
+        return {"values": {str(value): int(count) for value, count in enumerate(counts) if count}}
+
+    def landed(self) -> dict[str, Any]:
+        """How many bytes are not 0."""
+        return {"num_bytes": int(self.memory.count_nonzero())}
+
+    def right(self, seed: int, local: list[int], remote: list[int]) -> dict[str, Any]:
+        """Whether our runs `local` hold what a peer that filled its memory with this seed has in its runs `remote`."""
+        runs = zip(local, remote, strict=True)
+        return {"right": all(np.array_equal(self.run(o), pattern(seed, t, self.run_bytes)) for o, t in runs)}
+
+    def listen_alone(self, listens: bool) -> dict[str, Any]:
+        """Whether to progress between commands."""
+        self.listens = listens
+        return {}
+
+    def progress(self, rounds: int) -> dict[str, Any]:
+        for _ in range(rounds):
+            self.listen()
+        return {}
+
+    def kill_at_first_byte(self, value: int, pid: int, timeout: float) -> dict[str, Any]:
+        """Kill a process as soon as our first byte has this value. From here, since a copy takes some 50 ms."""
+        memory, deadline = self.memory.numpy(), time.monotonic() + timeout
+        while memory[0] != value and time.monotonic() < deadline:
+            pass
+        os.kill(pid, signal.SIGKILL)
+        return {"seen": bool(memory[0] == value)}
+
+    def deregister(self) -> dict[str, Any]:
+        """Take the memory from the library and leave everything else as it is."""
+        registered = self.transport._registered
+        while registered:
+            self.transport._agent.deregister_memory(registered.pop())
+        return {}
+
+    def proof(self, metadata: str) -> dict[str, Any]:
+        start = time.monotonic()
+        found = self.transport.quiescence_proof(bytes.fromhex(metadata))
+        return {"proven": found.proven, "story": found.story, "seconds": time.monotonic() - start}
 
     def set_all(self, value: int) -> dict[str, Any]:
         self.memory.fill_(value)
@@ -132,7 +178,7 @@ class AgentProcess:
         """Seconds from before each post to DONE, written `repeat` times."""
         own, theirs = self.lists[peer]
         indices = np.array(local, np.int32), np.array(remote, np.int32)
-        told = json.dumps({"seed": 0, "local": [], "remote": []}).encode()
+        told = json.dumps({"seed": 0, "local": [], "remote": [], "operation": "WRITE"}).encode()
         seconds = []
         for _ in range(repeat):
             start = time.perf_counter()
@@ -168,7 +214,8 @@ def serve(process: AgentProcess) -> None:
             print(json.dumps(answer(process, line)), flush=True)
             if json.loads(line)["do"] == "close":
                 return
-        process.listen()
+        if process.listens:
+            process.listen()
 
 
 def main() -> None:

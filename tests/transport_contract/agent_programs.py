@@ -48,6 +48,10 @@ class AgentProgram:
         )
         self._unread = b""
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def __enter__(self) -> "AgentProgram":
         return self
 
@@ -77,6 +81,10 @@ class AgentProgram:
         assert isinstance(answer, dict)
         return answer
 
+    def answered(self) -> bool:
+        """Whether an answer is there to be received."""
+        return bool(select.select([self._process.stdout], [], [], 0.0)[0])
+
     def ask(self, do: str, *, timeout_s: float = ANSWER_SECONDS, **arguments: object) -> dict[str, Any]:
         self.send(do, **arguments)
         return self.receive(timeout_s)
@@ -95,6 +103,10 @@ class AgentProgram:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait(END_SECONDS)
+
+    def ended(self, timeout_s: float = END_SECONDS) -> int:
+        """Wait until it ends by itself. Returns the exit status."""
+        return self._process.wait(timeout_s)
 
     def end(self) -> int:
         """End its input and wait. Returns the exit status."""
@@ -115,8 +127,20 @@ def connect(writer: AgentProgram, target: AgentProgram) -> dict[str, Any]:
 def write(writer: AgentProgram, target: AgentProgram, seed: int, local: list[int], remote: list[int]) -> dict[str, Any]:
     """A whole write, with the source filled before. Returns the writer's last answer, which must say DONE."""
     writer.ask("fill", seed=seed)
-    posted = writer.ask("post", peer=target.agent_name, seed=seed, local=local, remote=remote)
+    return _finish(writer, target, seed, local, remote, "WRITE")
+
+
+def read(reader: AgentProgram, owner: AgentProgram, seed: int, local: list[int], remote: list[int]) -> dict[str, Any]:
+    """A whole read, with the source filled before. Returns the reader's last answer, which must say DONE."""
+    owner.ask("fill", seed=seed)
+    return _finish(reader, owner, seed, local, remote, "READ")
+
+
+def _finish(
+    poster: AgentProgram, peer: AgentProgram, seed: int, local: list[int], remote: list[int], operation: str
+) -> dict[str, Any]:
+    posted = poster.ask("post", peer=peer.agent_name, seed=seed, local=local, remote=remote, operation=operation)
     assert "raised" not in posted, posted
-    ended = writer.ask("poll", timeout=20.0)
+    ended = poster.ask("poll", timeout=20.0)
     assert ended["state"] == "DONE", ended
     return ended

@@ -11,6 +11,7 @@ from kvferry.transfer.transport.base import (
     Descriptors,
     Indices,
     Notification,
+    Operation,
     Post,
     PostState,
     Transport,
@@ -58,8 +59,14 @@ class Pair:
     def target_name(self) -> str:
         return self.target.transport.agent_name
 
-    def post(self, local: Indices, remote: Indices, notification: bytes = b"done") -> Post:
-        return self.writer.transport.post(self.own_runs, local, self.target_runs, remote, notification)
+    def post(
+        self,
+        local: Indices,
+        remote: Indices,
+        notification: bytes = b"done",
+        operation: Operation = Operation.WRITE,
+    ) -> Post:
+        return self.writer.transport.post(self.own_runs, local, self.target_runs, remote, notification, operation)
 
     def finish(self, post: Post, num_notifications: int = 1) -> PostState:
         """Progress both ends until the post is over and the target heard that many notifications in all."""
@@ -73,7 +80,14 @@ class Pair:
 
     def write(self, local: Indices, remote: Indices, notification: bytes = b"done") -> Post:
         """A whole write."""
-        post = self.post(local, remote, notification)
+        return self._whole(local, remote, notification, Operation.WRITE)
+
+    def read(self, local: Indices, remote: Indices, notification: bytes = b"done") -> Post:
+        """A whole read, of the target's memory by the writer."""
+        return self._whole(local, remote, notification, Operation.READ)
+
+    def _whole(self, local: Indices, remote: Indices, notification: bytes, operation: Operation) -> Post:
+        post = self.post(local, remote, notification, operation)
         assert self.finish(post, len(self.target.heard) + 1) is PostState.DONE
         assert self.writer.transport.release(post)
         return post

@@ -6,20 +6,23 @@ from pathlib import Path
 import pytest
 
 from kvferry.transfer.transport import lanes
+from kvferry.transfer.transport.base import Operation
 from kvferry.transfer.transport.lanes import (
     MAX_FORWARDED_LINES,
     MAX_LINE_BYTES,
     MAX_TABLES,
     LaneLog,
+    LaneTable,
     Row,
-    WriteTable,
     lane_of,
     parse_tables,
+    possible_lanes,
     prepare_environment,
     wire_fingerprint,
 )
 
 STAMP = "[1796050189.230625] [vm:5613 :0]   "
+GET = "remote memory read by ucp_get*(multi) into host memory from host"
 PUT = "remote memory write by ucp_put*(multi) from host memory to host"
 SEND = "active message by ucp_am_send* from host memory"
 
@@ -74,7 +77,8 @@ def log_of(text: str, folder: Path) -> LaneLog:
 
 
 def test_parse_cma_table() -> None:
-    assert parse_tables(CMA) == [WriteTable("A", "intra-node cfg#1", PUT, (Row(0, None, frozenset({"cma"})),))]
+    rows = (Row(0, None, frozenset({"cma"})),)
+    assert parse_tables(CMA) == [LaneTable("A", "intra-node cfg#1", Operation.WRITE, PUT, rows)]
 
 
 def test_parse_tcp_over_two_rails_is_one_lane() -> None:
@@ -127,6 +131,33 @@ def test_lane_depends_on_run_size(tmp_path: Path) -> None:
     assert [log.lane("A", size) for size in (1, 2047, 2048, 8191, 8192, 1 << 30)] == ["shm"] * 2 + ["cma"] * 2 + [
         "shm"
     ] * 2
+
+
+def test_lane_of_reads_and_writes_is_told_apart(tmp_path: Path) -> None:
+    log = log_of(table(("0..inf", "cma/memory")) + table(("0..inf", "tcp/lo"), operation=GET), tmp_path)
+    assert (log.lane("A", 1), log.lane("A", 1, operation=Operation.READ)) == ("cma", "tcp")
+    assert log.connections("A") == {"inter-node cfg#1"}
+
+
+@pytest.mark.parametrize(
+    "settings, has_rdma, on_device, more",
+    [
+        ({}, False, False, set()),
+        ({}, True, False, {"rdma"}),
+        ({}, False, True, {"cuda_ipc"}),
+        ({"UCX_TLS": "all"}, True, True, {"rdma", "cuda_ipc"}),
+        ({"UCX_TLS": "tcp"}, True, False, set()),
+        ({"UCX_TLS": "sm,tcp,self,cuda_copy,cuda_ipc"}, True, False, set()),
+        ({"UCX_TLS": "rc,tcp"}, True, False, {"rdma"}),
+        ({"UCX_TLS": "^tcp"}, True, False, {"rdma"}),
+        ({"UCX_TLS": "something_new"}, True, False, {"rdma"}),
+        ({"UCX_TLS": "rc"}, False, False, set()),
+    ],
+)
+def test_possible_lanes_leave_out_only_what_cannot_be(
+    settings: dict[str, str], has_rdma: bool, on_device: bool, more: set[str]
+) -> None:
+    assert possible_lanes(settings, has_rdma=has_rdma, on_device=on_device) == {"cma", "shm", "tcp", "memcpy"} | more
 
 
 def test_lane_over_several_devices_and_transports(tmp_path: Path) -> None:

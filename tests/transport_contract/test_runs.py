@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.cache.errors import TransportError
 from kvferry.transfer.transport.memory import MAX_METADATA_BYTES, AgentCard, Region, RegionTable, region_of
+from kvferry.transfer.transport.processes import own_life
 from kvferry.transfer.transport.runs import RunList, checked_rows, pair_runs
 
 SLOT = 64
@@ -79,8 +80,10 @@ def test_region_of_tensor_is_its_memory() -> None:
 
 
 def test_card_survives_encoding() -> None:
-    card = AgentCard("nixl", "prefill-0 (å)", REGIONS, "abcd", bytes(range(256)))
+    card = AgentCard("nixl", "prefill-0 (å)", REGIONS, "abcd", bytes(range(256)), own_life())
+    assert card.life is not None
     assert AgentCard.decode("nixl", card.encode()) == card
+    assert AgentCard.decode("nixl", AgentCard("nixl", "a", REGIONS).encode()).life is None
 
 
 def test_card_of_another_transport_is_refused() -> None:
@@ -113,6 +116,43 @@ def test_card_with_unfit_name_is_refused(name: object) -> None:
     header = json.dumps({"transport": "nixl", "agent": name, "regions": [], "wire": ""}).encode()
     with pytest.raises(TransportError, match="cannot be read"):
         AgentCard.decode("nixl", len(header).to_bytes(4, "big") + header)
+
+
+BOOT, PID, NET, TIME = "01234567-89ab-cdef-0123-456789abcdef", "pid:[1]", "net:[2]", "time:[3]"
+
+
+def encoded_with(life: object) -> bytes:
+    header = json.dumps({"transport": "nixl", "agent": "a", "regions": [], "wire": "", "life": life}).encode()
+    return len(header).to_bytes(4, "big") + header
+
+
+@pytest.mark.parametrize(
+    "life",
+    [
+        [],
+        {},
+        7,
+        "life",
+        [BOOT, PID, NET, TIME, 1],
+        [BOOT, PID, NET, TIME, 1, 2, 3],
+        [BOOT, PID, NET, TIME, 0, 2],
+        [BOOT, PID, NET, TIME, -1, 2],
+        [BOOT, PID, NET, TIME, (1 << 22) + 1, 2],
+        [BOOT, PID, NET, TIME, "1", 2],
+        [BOOT, PID, NET, TIME, 1.0, 2],
+        [BOOT, PID, NET, TIME, True, 2],
+        [BOOT, PID, NET, TIME, 1, -1],
+        [BOOT, PID, NET, TIME, 1, 1 << 63],
+        ["../../etc", PID, NET, TIME, 1, 2],
+        [BOOT, "pid:[" + "1" * 21 + "]", NET, TIME, 1, 2],
+        [BOOT, PID, "net:[2]\n", TIME, 1, 2],
+        [BOOT, PID, NET, None, 1, 2],
+    ],
+)
+def test_card_with_unfit_life_is_refused(life: object) -> None:
+    assert AgentCard.decode("nixl", encoded_with([BOOT, PID, NET, TIME, 1, 2])).life is not None
+    with pytest.raises(TransportError, match="cannot be read"):
+        AgentCard.decode("nixl", encoded_with(life))
 
 
 def test_card_too_long_is_refused() -> None:

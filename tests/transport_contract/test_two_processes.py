@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import wait_until
-from tests.transport_contract.agent_programs import AgentProgram, connect, write
+from tests.transport_contract.agent_programs import AgentProgram, connect, read, write
 
 LANES = [pytest.param({}, "cma", id="default"), pytest.param({"UCX_TLS": "tcp"}, "tcp", id="tcp")]
 MIB = 1 << 20
@@ -66,6 +66,40 @@ def test_write_reports_lane_bytes_and_descriptors_and_notifies_after_data(
     assert (ended["num_descriptors"], ended["num_bytes"]) == (64, 64 * 65536)
     assert hear(target) == [{"peer": "writer", "seed": 2, "right": True}]
     assert writer.ask("lane", peer="target")["lane"] == lane
+
+
+@pytest.mark.parametrize("settings, lane", LANES)
+def test_read_reports_lane_bytes_and_descriptors_and_notifies_the_owner_after_data(
+    start_pair: StartPair, settings: dict[str, str], lane: str
+) -> None:
+    reader, owner = start_pair(settings, telemetry=True)
+    local, remote = scattered(64, 128, 1), scattered(64, 128, 2)
+    for seed, (ours, theirs, num_descriptors) in enumerate([(range(64), range(64), 1), (local, remote, 64)]):
+        reader.ask("set_all", value=255)
+        ended = read(reader, owner, seed, list(ours), list(theirs))
+        assert (ended["num_descriptors"], ended["num_bytes"]) == (num_descriptors, 64 * 65536)
+        assert hear(owner) == [{"peer": "writer", "seed": seed}]
+        assert reader.ask("right", seed=seed, local=list(ours), remote=list(theirs))["right"]
+        assert reader.ask("values")["values"]["255"] == 64 * 65536
+    assert reader.ask("lane", peer="target")["lane"] == lane
+
+
+@pytest.mark.parametrize("settings, lane", LANES)
+def test_read_of_a_stopped_owner_waits_or_ends_and_fails_when_it_dies(
+    start_pair: StartPair, settings: dict[str, str], lane: str
+) -> None:
+    """Over cma a read needs nothing of the owner but its memory. Its notification waits."""
+    reader, owner = start_pair(settings)
+    read(reader, owner, 1, [0], [0])
+    owner.stop()
+    every = list(range(128))
+    assert reader.ask("post", peer="target", seed=1, local=every, remote=every, operation="READ")["seconds"] < 2.0
+    assert reader.ask("poll", timeout=0.2)["state"] == "IN_PROGRESS"
+    assert reader.ask("right", seed=1, local=every, remote=every)["right"] == (lane == "cma")
+    owner.kill()
+    assert reader.ask("poll", timeout=10.0)["state"] == "FAILED"
+    again = reader.ask("post", peer="target", seed=1, local=[0], remote=[0], operation="READ")
+    assert again["raised"] == "PEER_LOST"
 
 
 def test_computed_descriptor_count_is_the_librarys(start_pair: StartPair, tmp_path: Path) -> None:

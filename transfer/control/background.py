@@ -3,8 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Coroutine
+from typing import Any
 
 log = logging.getLogger(__name__)
+
+END_SECONDS = 10.0
+"""Longest wait for a cancelled task."""
 
 
 def background(work: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
@@ -14,10 +18,14 @@ def background(work: Coroutine[object, object, None], name: str) -> "asyncio.Tas
     return task
 
 
-async def end(task: "asyncio.Task[None]") -> None:
-    """Cancel a task and wait until it unwound; its error was logged already."""
+async def end(task: "asyncio.Task[Any]") -> None:
+    """Cancel a task and wait until it unwound. Its result and its error are nobody's business any more."""
     task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.wait({task}, timeout=END_SECONDS)
+    if not task.done():
+        log.error("%s was cancelled and has not ended within %g s", task.get_name(), END_SECONDS)
+    elif not task.cancelled():
+        task.exception()
 
 
 def _report(task: "asyncio.Task[None]") -> None:

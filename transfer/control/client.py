@@ -10,6 +10,7 @@ from kvferry.cache.errors import ControlError, DeadlineExceeded
 from kvferry.transfer.control.backoff import Backoff
 from kvferry.transfer.control.convert import checks, common, inference, status
 from kvferry.transfer.control.errors import calling
+from kvferry.transfer.control.parsing import parsed, tolerant
 from kvferry.transfer.control.wire import open_channel
 from kvferry.transfer.inference import DecodeCall, GenerateCall, GenerateEvent, PrefillReply, WorkerStatus
 from kvferry.transfer.types import TransferKey
@@ -30,8 +31,8 @@ class InferenceClient:
     def __init__(self, endpoint: str, *, allow_insecure: bool = False) -> None:
         self._endpoint = endpoint
         self._channel = open_channel(endpoint, allow_insecure=allow_insecure)
-        self._inference = InferenceStub(self._channel)
-        self._peer = PeerStub(self._channel)
+        self._inference = InferenceStub(tolerant(self._channel))
+        self._peer = PeerStub(tolerant(self._channel))
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def __aenter__(self) -> "InferenceClient":
@@ -53,7 +54,7 @@ class InferenceClient:
         try:
             with calling(self._endpoint):
                 async for response in stream:
-                    checks.present(response, "event")
+                    checks.present(parsed(response), "event")
                     yield inference.event_from_wire(response.event)
         finally:
             stream.cancel()
@@ -62,7 +63,7 @@ class InferenceClient:
         """Compute a prompt and leave its pages with the worker, under the key of the reply."""
         request = inference_pb2.PrefillRequest(call=inference.call_to_wire(call))
         with calling(self._endpoint):
-            response = await self._inference.Prefill(request, timeout=call.timeout_seconds)
+            response = parsed(await self._inference.Prefill(request, timeout=call.timeout_seconds))
         return inference.prefill_reply_from_wire(response)
 
     async def decode(self, call: DecodeCall) -> AsyncGenerator[GenerateEvent, None]:
@@ -72,7 +73,7 @@ class InferenceClient:
         try:
             with calling(self._endpoint):
                 async for response in stream:
-                    checks.present(response, "event")
+                    checks.present(parsed(response), "event")
                     yield inference.event_from_wire(response.event)
         finally:
             stream.cancel()
@@ -81,12 +82,19 @@ class InferenceClient:
         """Stop an attempt at this worker. Idempotent."""
         request = inference_pb2.CancelRequest(key=common.key_to_wire(key), reason=checks.clipped(reason))
         with calling(self._endpoint):
-            await self._inference.Cancel(request, timeout=timeout_seconds)
+            parsed(await self._inference.Cancel(request, timeout=timeout_seconds))
+
+    async def tokenize(self, prompt: str, chat: bool = False, timeout_seconds: float = 30.0) -> tuple[int, ...]:
+        """Token ids of a text, as the model of this worker sees it."""
+        request = inference.tokenize_to_wire(prompt, chat)
+        with calling(self._endpoint):
+            response = parsed(await self._inference.Tokenize(request, timeout=timeout_seconds))
+        return inference.tokens_from_wire(response)
 
     async def get_status(self, timeout_seconds: float = 5.0) -> WorkerStatus:
         """Pools, queues and peers of the worker now."""
         with calling(self._endpoint):
-            response = await self._peer.GetStatus(peer_pb2.GetStatusRequest(), timeout=timeout_seconds)
+            response = parsed(await self._peer.GetStatus(peer_pb2.GetStatusRequest(), timeout=timeout_seconds))
         checks.present(response, "status")
         return status.status_from_wire(response.status)
 

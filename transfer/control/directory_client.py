@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import replace
 
 from kvferry.cache.errors import ConfigError, DeadlineExceeded, KVError, UnknownMember
-from kvferry.transfer.control.background import background
+from kvferry.transfer.control.background import background, end
 from kvferry.transfer.control.backoff import Backoff
 from kvferry.transfer.control.convert import checks, common, directory
 from kvferry.transfer.control.errors import calling
 from kvferry.transfer.control.handlers import Snapshot
+from kvferry.transfer.control.parsing import parsed, tolerant
 from kvferry.transfer.control.wire import open_channel
 from kvferry.transfer.inference import DirectoryEntry
 from kvferry.transfer.types import WorkerId
@@ -45,7 +46,7 @@ class DirectoryClient:
         """
         self._endpoint = endpoint
         self._channel = open_channel(endpoint, allow_insecure=allow_insecure)
-        self._stub = DirectoryStub(self._channel)
+        self._stub = DirectoryStub(tolerant(self._channel))
         self._on_snapshot = on_snapshot
         self._entry = entry
         self._lease_seconds = lease_seconds
@@ -85,10 +86,8 @@ class DirectoryClient:
 
     async def leave(self, timeout_seconds: float = 2.0) -> None:
         """Stop following, tell the directory, close. A directory that does not answer forgets us by itself."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
+        while self._tasks:
+            await end(self._tasks.pop())
         if self._joined.is_set() and self._entry is not None:
             await self._say_goodbye(self._entry.worker, timeout_seconds)
         self._joined.clear()
@@ -101,7 +100,7 @@ class DirectoryClient:
         try:
             with calling(self._endpoint):
                 request = pb.LeaveRequest(worker=common.worker_to_wire(worker))
-                await self._stub.Leave(request, timeout=timeout_seconds)
+                parsed(await self._stub.Leave(request, timeout=timeout_seconds))
         except KVError as error:
             log.info("%s could not leave the directory, its lease will run out: %s", worker, error)
 
@@ -126,7 +125,7 @@ class DirectoryClient:
         self._paired_changed.clear()
         request = pb.JoinRequest(entry=directory.entry_to_wire(self._entry), lease_seconds=self._lease_seconds)
         with calling(self._endpoint):
-            response = await self._stub.Join(request, timeout=CALL_SECONDS)
+            response = parsed(await self._stub.Join(request, timeout=CALL_SECONDS))
         granted = checks.seconds("JoinResponse.lease_seconds", response.lease_seconds)
         log.info("%s joined the directory at %s for %g s at a time", self._entry.worker, self._endpoint, granted)
         self._last_error = None
@@ -167,7 +166,7 @@ class DirectoryClient:
         paired = [common.worker_to_wire(worker) for worker in self._entry.paired]
         request = pb.RenewRequest(worker=common.worker_to_wire(self._entry.worker), paired=paired)
         with calling(self._endpoint):
-            await self._stub.Renew(request, timeout=timeout_seconds)
+            parsed(await self._stub.Renew(request, timeout=timeout_seconds))
         self._last_error = None
 
     def _note(self, error: KVError) -> None:
@@ -192,4 +191,4 @@ class DirectoryClient:
     async def _snapshots(self) -> AsyncIterator[Snapshot]:
         with calling(self._endpoint):
             async for message in self._stub.Watch(pb.WatchRequest()):
-                yield directory.snapshot_from_wire(message)
+                yield directory.snapshot_from_wire(parsed(message))

@@ -16,7 +16,17 @@ from kvferry.transfer.inference import (
     PrefillReply,
     WorkerStatus,
 )
-from kvferry.transfer.types import Cancel, Grant, RankInfo, TransferKey, TransferResult, WorkerId
+from kvferry.transfer.types import (
+    Cancel,
+    Grant,
+    Message,
+    Permit,
+    RankInfo,
+    Renewal,
+    TransferKey,
+    TransferResult,
+    WorkerId,
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,7 @@ class Hello:
     protocol_version: int
 
 
-ChannelBody = Hello | Grant | TransferResult | Cancel
-Message = Grant | TransferResult | Cancel
+ChannelBody = Hello | Message
 
 
 @dataclass(frozen=True)
@@ -99,13 +108,16 @@ class InferenceHandler(Protocol):
         """Chunks of tokens, then exactly one GenerateSummary."""
 
     async def prefill(self, call: GenerateCall) -> PrefillReply:
-        """Compute the prompt and hold its pages until a decode worker grants, cancels, or the hold times out."""
+        """Compute the prompt and hold its pages until a decode worker has them, cancels, or the lease runs out."""
 
     def decode(self, call: DecodeCall) -> AsyncIterator[GenerateEvent]:
         """Fetch the pages, then as `generate`."""
 
     async def cancel(self, key: TransferKey, reason: str) -> None:
         """Stop an attempt. Idempotent; an unknown key changes nothing."""
+
+    async def tokenize(self, prompt: str, chat: bool) -> tuple[int, ...]:
+        """Token ids of a text; `chat` wraps it as one user turn where the model has a chat template."""
 
 
 class ChannelSink(Protocol):
@@ -116,13 +128,19 @@ class ChannelSink(Protocol):
     """
 
     def on_grant(self, peer: WorkerId, grant: Grant) -> None:
-        """`peer` allows this worker to write; sender and receiver of the grant are this worker and `peer`."""
+        """`peer` wants pages of this worker; sender and receiver of the grant are this worker and `peer`."""
+
+    def on_permit(self, peer: WorkerId, permit: Permit) -> None:
+        """`peer` allows this worker to read; sender and receiver of the permit are `peer` and this worker."""
 
     def on_result(self, peer: WorkerId, result: TransferResult) -> None:
         """`peer` ended an attempt whose pages this worker granted."""
 
     def on_cancel(self, peer: WorkerId, cancel: Cancel) -> None:
-        """`peer`, which receives the attempt, asks to stop it."""
+        """`peer`, which receives the attempt, gave it up."""
+
+    def on_renewal(self, peer: WorkerId, renewal: Renewal) -> None:
+        """`peer` stands by attempts in which it is `renewal.side`, and this worker the other side."""
 
     def on_channel_up(self, peer: WorkerId) -> None:
         """A stream with `peer` works in both directions."""

@@ -20,8 +20,9 @@ from kvferry.transfer.control.backoff import Backoff
 from kvferry.transfer.control.convert import channel, checks, rank
 from kvferry.transfer.control.errors import calling
 from kvferry.transfer.control.handlers import Envelope
-from kvferry.transfer.control.stream import Direction, Stream
-from kvferry.transfer.control.wire import open_channel
+from kvferry.transfer.control.parsing import Malformed, parsed, tolerant
+from kvferry.transfer.control.stream import Opening, Stream
+from kvferry.transfer.control.wire import WRITE_SECONDS, open_channel
 from kvferry.transfer.inference import DirectoryEntry
 from kvferry.transfer.types import RankInfo
 from kvferry.v1.peer_pb2 import RegisterRequest
@@ -125,7 +126,7 @@ class Link:
             self.entry.endpoint, allow_insecure=owner.allow_insecure, keepalive_seconds=owner.keepalive_seconds
         ) as wire:
             await self._pair(await self._register(wire))
-            stream = Stream(owner.local().worker, self.entry.worker, Direction.DIALLED)
+            stream = Stream(owner.local().worker, self.entry.worker, Opening.DIALLED)
             reason = "this worker closed the channel"
             try:
                 await self._converse(wire, stream)
@@ -140,7 +141,7 @@ class Link:
     async def _register(self, wire: grpc.aio.Channel) -> RankInfo:
         request = RegisterRequest(rank=rank.rank_to_wire(self._owner.local()))
         with calling(str(self.entry.worker)):
-            response = await PeerStub(wire).Register(request, timeout=REGISTER_SECONDS)
+            response = parsed(await PeerStub(tolerant(wire)).Register(request, timeout=REGISTER_SECONDS))
         if checks.one_of(response, "outcome") == "rejected":
             raise rank.rejection_from_wire(response.rejected, str(self.entry.worker))
         info = rank.rank_from_wire(response.accepted)
@@ -159,7 +160,7 @@ class Link:
 
     async def _converse(self, wire: grpc.aio.Channel, stream: Stream) -> None:
         """Returns when either side closed the stream in order. Raises KVError when it broke."""
-        call = TransferStub(wire).Channel()
+        call = TransferStub(tolerant(wire)).Channel()
         tasks = [asyncio.create_task(self._speak(call, stream))]
         try:
             with calling(str(stream.peer)):
@@ -183,15 +184,21 @@ class Link:
                 response = await call.read()
         except TimeoutError:
             raise DeadlineExceeded(f"no hello within {HELLO_SECONDS:g} s", peer=str(stream.peer)) from None
-        if not isinstance(response, ChannelResponse):
+        if not isinstance(response, ChannelResponse | Malformed):
             raise Unavailable("the channel ended before its hello", peer=str(stream.peer))
         stream.accept_hello(_envelope(response))
 
     async def _speak(self, call: ChannelCall, stream: Stream) -> None:
-        """Write what is queued. A dead call ends this too; the listening side knows why."""
+        """Write what is queued. A dead call ends this too; the listening side knows why.
+
+        Raises: DeadlineExceeded when the peer does not read.
+        """
         try:
             async for envelope in stream.outbound():
-                await call.write(ChannelRequest(message=channel.envelope_to_wire(envelope)))
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await call.write(ChannelRequest(message=channel.envelope_to_wire(envelope)))
+        except TimeoutError:
+            raise DeadlineExceeded(f"nothing was read for {WRITE_SECONDS:g} s", peer=str(stream.peer)) from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
 
@@ -206,12 +213,13 @@ async def _first_to_end(tasks: list["asyncio.Task[None]"], stream: Stream) -> No
         await listening
 
 
-def _envelope(response: ChannelResponse) -> Envelope:
-    checks.present(response, "message")
-    return channel.envelope_from_wire(response.message)
+def _envelope(response: ChannelResponse | Malformed) -> Envelope:
+    message = parsed(response)
+    checks.present(message, "message")
+    return channel.envelope_from_wire(message.message)
 
 
 async def _envelopes(call: ChannelCall) -> AsyncIterator[Envelope]:
     """Until the peer ends the stream; a status other than OK is raised by the library."""
-    while isinstance(response := await call.read(), ChannelResponse):
+    while isinstance(response := await call.read(), ChannelResponse | Malformed):
         yield _envelope(response)

@@ -13,12 +13,22 @@ from kvferry.cache.errors import (
     Unavailable,
 )
 from kvferry.transfer.control.background import end
-from kvferry.transfer.control.handlers import ChannelSink, Envelope, Hello, Message
+from kvferry.transfer.control.handlers import ChannelSink, Envelope, Hello
 from kvferry.transfer.control.link import HELLO_SECONDS, REGISTER_SECONDS, Link
-from kvferry.transfer.control.stream import Direction, Stream
+from kvferry.transfer.control.stream import Opening, Stream, speaker
 from kvferry.transfer.control.wire import KEEPALIVE_SECONDS
 from kvferry.transfer.inference import DirectoryEntry, WorkerStatus
-from kvferry.transfer.types import Cancel, Grant, RankInfo, TransferResult, WorkerId
+from kvferry.transfer.types import (
+    Cancel,
+    Grant,
+    Message,
+    Permit,
+    RankInfo,
+    Renewal,
+    Side,
+    TransferResult,
+    WorkerId,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +36,7 @@ MAX_PEERS = 1024
 
 
 class PeerNetwork:
-    """Pairs this worker with others and carries their grants, results and cancels.
+    """Pairs this worker with others and carries what they say about attempts.
 
     Serves Peer and Transfer for a ControlServer, and dials the members it is told to. Two workers that both prefill and
     decode have two streams, one each way.
@@ -62,7 +72,7 @@ class PeerNetwork:
         self._on_paired = on_paired
         self._links: dict[str, Link] = {}
         self._registered: dict[str, WorkerId] = {}
-        self._streams: dict[Direction, dict[WorkerId, Stream]] = {direction: {} for direction in Direction}
+        self._streams: dict[Opening, dict[WorkerId, Stream]] = {opening: {} for opening in Opening}
         self._paired: frozenset[WorkerId] = frozenset()
         self._changing = asyncio.Lock()
         self._closed = False
@@ -113,7 +123,7 @@ class PeerNetwork:
 
     def hang_up(self, worker: WorkerId, reason: str) -> None:
         """End the channel this peer opened, after what is queued on it; the peer registers again and opens another."""
-        stream = self._streams[Direction.ACCEPTED].get(worker)
+        stream = self._streams[Opening.ACCEPTED].get(worker)
         if stream is not None:
             self.ended(stream, reason)
 
@@ -123,7 +133,7 @@ class PeerNetwork:
         async with self._changing:
             for link in tuple(self._links.values()):
                 await self._drop(link, "this worker is shutting down")
-        for stream in tuple(self._streams[Direction.ACCEPTED].values()):
+        for stream in tuple(self._streams[Opening.ACCEPTED].values()):
             self.ended(stream, "this worker is shutting down")
 
     async def _drop(self, link: Link, reason: str) -> None:
@@ -133,24 +143,15 @@ class PeerNetwork:
     # ---- messages out
 
     def send(self, worker: WorkerId, message: Message) -> bool:
-        """Queue a message for a peer. False: there is no live channel of the right direction, or its queue is full.
+        """Queue a message for a peer. False: there is no live channel for it, or its queue is full.
 
-        Grants go over the channel we dialled, results over the one the peer dialled, cancels over either. True is no
-        proof of delivery: when the channel breaks, `on_channel_lost` tells. Thread-safe; never blocks.
+        What this worker says as a receiver goes over the channel it dialled, what it says as a sender over the one the
+        peer dialled. True is no proof of delivery: when the channel breaks, `on_channel_lost` tells. Thread-safe; never
+        blocks.
         """
-        return any(stream.offer(message) for stream in self._streams_for(worker, message))
-
-    def _streams_for(self, worker: WorkerId, message: Message) -> list[Stream]:
-        dialled = self._streams[Direction.DIALLED].get(worker)
-        accepted = self._streams[Direction.ACCEPTED].get(worker)
-        match message:
-            case Grant():
-                candidates = [dialled]
-            case TransferResult():
-                candidates = [accepted]
-            case Cancel():
-                candidates = [dialled, accepted]
-        return [stream for stream in candidates if stream is not None]
+        opening = Opening.DIALLED if speaker(message) is Side.RECEIVER else Opening.ACCEPTED
+        stream = self._streams[opening].get(worker)
+        return stream is not None and stream.offer(message)
 
     @property
     def paired(self) -> frozenset[WorkerId]:
@@ -210,7 +211,7 @@ class PeerNetwork:
         if self._registered.get(peer.name) != peer:
             known = self._registered.get(peer.name, "no such worker")
             raise RemoteProtocolError(f"hello from {peer}, but registered is {known}: register this life first")
-        stream = Stream(self.local().worker, peer, Direction.ACCEPTED)
+        stream = Stream(self.local().worker, peer, Opening.ACCEPTED)
         stream.accept_hello(first)
         return stream
 
@@ -230,7 +231,7 @@ class PeerNetwork:
         """Forget the peer that registered longest ago and has no channel."""
         if worker.name in self._registered or len(self._registered) < MAX_PEERS:
             return
-        live = {peer.name for peer in self._streams[Direction.ACCEPTED]}
+        live = {peer.name for peer in self._streams[Opening.ACCEPTED]}
         idle = next((name for name in self._registered if name not in live), None)
         if idle is None:
             text = f"{MAX_PEERS} peers have a channel to {self.local().worker}, no more are allowed"
@@ -242,19 +243,19 @@ class PeerNetwork:
         known = self._registered.get(worker.name)
         self._registered[worker.name] = worker
         if known is not None and known != worker:
-            stream = self._streams[Direction.ACCEPTED].get(known)
+            stream = self._streams[Opening.ACCEPTED].get(known)
             if stream is not None:
                 self.ended(stream, f"replaced by {worker}")
 
     # ---- life of streams, for links and for `channel`
 
     def opened(self, stream: Stream) -> None:
-        """A stream works in both directions; an older one of the same peer and direction is over."""
-        older = self._streams[stream.direction].get(stream.peer)
+        """A stream works in both directions; an older one that the same end opened is over."""
+        older = self._streams[stream.opening].get(stream.peer)
         if older is not None:
             self.ended(older, "replaced by a newer channel")
-        self._streams[stream.direction] = self._streams[stream.direction] | {stream.peer: stream}
-        log.info("channel with %s is up (%s)", stream.peer, stream.direction.value)
+        self._streams[stream.opening] = self._streams[stream.opening] | {stream.peer: stream}
+        log.info("channel with %s is up (%s)", stream.peer, stream.opening.value)
         self._sink.on_channel_up(stream.peer)
         self._paired_changed()
 
@@ -266,19 +267,23 @@ class PeerNetwork:
         match message:
             case Grant():
                 self._sink.on_grant(stream.peer, message)
+            case Permit():
+                self._sink.on_permit(stream.peer, message)
             case TransferResult():
                 self._sink.on_result(stream.peer, message)
             case Cancel():
                 self._sink.on_cancel(stream.peer, message)
+            case Renewal():
+                self._sink.on_renewal(stream.peer, message)
 
     def ended(self, stream: Stream, reason: str) -> None:
         """A stream is over: refuse messages for it first, then tell. Repeating it changes nothing."""
         if not stream.close(reason):
             return
-        streams = self._streams[stream.direction]
+        streams = self._streams[stream.opening]
         if streams.get(stream.peer) is stream:
-            self._streams[stream.direction] = {peer: other for peer, other in streams.items() if other is not stream}
-            log.info("channel with %s is lost (%s): %s", stream.peer, stream.direction.value, reason)
+            self._streams[stream.opening] = {peer: other for peer, other in streams.items() if other is not stream}
+            log.info("channel with %s is lost (%s): %s", stream.peer, stream.opening.value, reason)
             self._sink.on_channel_lost(stream.peer, reason)
             self._paired_changed()
 

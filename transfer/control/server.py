@@ -10,6 +10,7 @@ from kvferry.cache.errors import ConfigError
 from kvferry.transfer.control import servicers
 from kvferry.transfer.control.addresses import Address, checked_address
 from kvferry.transfer.control.handlers import DirectoryHandler, InferenceHandler, PeerHandler, TransferHandler
+from kvferry.transfer.control.parsing import RefuseMalformed
 from kvferry.transfer.control.wire import KEEPALIVE_SECONDS, server_options
 from kvferry.v1 import directory_pb2_grpc, inference_pb2_grpc, peer_pb2_grpc, transfer_pb2_grpc
 
@@ -36,7 +37,7 @@ class ControlServer:
         keepalive_seconds: float = KEEPALIVE_SECONDS,
     ) -> None:
         self._wished = checked_address(address, purpose="listen on", allow_insecure=allow_insecure)
-        self._server = grpc.aio.server(options=server_options(keepalive_seconds))
+        self._server = grpc.aio.server(interceptors=[RefuseMalformed()], options=server_options(keepalive_seconds))
         self._health = health.aio.HealthServicer()
         self._services = [WHOLE_SERVER]
         self._bound: Address | None = None

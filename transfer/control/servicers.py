@@ -5,13 +5,14 @@ cancelled between two messages then unwinds through the handler's own `finally` 
 is collected.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias, cast
 
 import grpc
 
-from kvferry.cache.errors import IncompatiblePeer, KVError
+from kvferry.cache.errors import DeadlineExceeded, IncompatiblePeer, KVError
 from kvferry.transfer.control.convert import channel, checks, common, directory, inference, rank, status
 from kvferry.transfer.control.errors import abort
 from kvferry.transfer.control.handlers import (
@@ -21,6 +22,7 @@ from kvferry.transfer.control.handlers import (
     PeerHandler,
     TransferHandler,
 )
+from kvferry.transfer.control.wire import WRITE_SECONDS
 from kvferry.v1 import (
     directory_pb2,
     directory_pb2_grpc,
@@ -47,6 +49,15 @@ async def answering(context: Context) -> AsyncIterator[None]:
 def _closing(stream: AsyncIterator[Any]) -> "aclosing[Any]":
     """Handlers' streams are async generators: closing them runs their `finally` before the call ends."""
     return aclosing(cast("Any", stream))
+
+
+async def _write(context: Context, message: object) -> None:
+    """Send one message of a stream. Raises DeadlineExceeded when the caller does not read."""
+    try:
+        async with asyncio.timeout(WRITE_SECONDS):
+            await context.write(message)
+    except TimeoutError:
+        raise DeadlineExceeded(f"nothing was read for {WRITE_SECONDS:g} s", peer=context.peer()) from None
 
 
 class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
@@ -78,7 +89,7 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
     ) -> None:
         async with answering(context), _closing(self._handler.watch()) as snapshots:
             async for snapshot in snapshots:
-                await context.write(directory.snapshot_to_wire(snapshot))
+                await _write(context, directory.snapshot_to_wire(snapshot))
 
 
 class PeerServicer(peer_pb2_grpc.PeerServicer):
@@ -110,7 +121,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         inbound = _envelopes(request_iterator)
         async with answering(context), _closing(self._handler.channel(inbound)) as outbound:
             async for envelope in outbound:
-                await context.write(transfer_pb2.ChannelResponse(message=channel.envelope_to_wire(envelope)))
+                await _write(context, transfer_pb2.ChannelResponse(message=channel.envelope_to_wire(envelope)))
 
 
 async def _envelopes(requests: AsyncIterator[transfer_pb2.ChannelRequest]) -> AsyncIterator[Envelope]:
@@ -131,7 +142,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             call = inference.call_from_wire(request.call)
             async with _closing(self._handler.generate(call)) as events:
                 async for event in events:
-                    await context.write(inference_pb2.GenerateResponse(event=inference.event_to_wire(event)))
+                    await _write(context, inference_pb2.GenerateResponse(event=inference.event_to_wire(event)))
 
     async def Prefill(self, request: inference_pb2.PrefillRequest, context: Context) -> inference_pb2.PrefillResponse:
         async with answering(context):
@@ -146,7 +157,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             call = inference.decode_call_from_wire(request)
             async with _closing(self._handler.decode(call)) as events:
                 async for event in events:
-                    await context.write(inference_pb2.DecodeResponse(event=inference.event_to_wire(event)))
+                    await _write(context, inference_pb2.DecodeResponse(event=inference.event_to_wire(event)))
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         async with answering(context):
@@ -154,3 +165,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             reason = checks.text("CancelRequest.reason", request.reason)
             await self._handler.cancel(common.key_from_wire(request.key), reason)
             return inference_pb2.CancelResponse()
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        async with answering(context):
+            prompt, chat = inference.tokenize_from_wire(request)
+            return inference.tokens_to_wire(await self._handler.tokenize(prompt, chat))

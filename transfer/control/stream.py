@@ -7,17 +7,43 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from kvferry.cache.errors import RemoteProtocolError
-from kvferry.transfer.control.handlers import ChannelBody, Envelope, Hello, Message
-from kvferry.transfer.types import PROTOCOL_VERSION, Cancel, Grant, TransferResult, WorkerId
+from kvferry.transfer.control.handlers import ChannelBody, Envelope, Hello
+from kvferry.transfer.types import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Grant,
+    Message,
+    Permit,
+    Renewal,
+    Side,
+    TransferResult,
+    WorkerId,
+)
 
 MAX_QUEUED = 256
 
 
-class Direction(enum.Enum):
+class Opening(enum.Enum):
     """Who opened the channel, which is who receives pages over it."""
 
     DIALLED = "dialled"
     ACCEPTED = "accepted"
+
+    @property
+    def side(self) -> Side:
+        """What this worker is in every attempt spoken of on such a channel."""
+        return Side.RECEIVER if self is Opening.DIALLED else Side.SENDER
+
+
+def speaker(message: Message) -> Side:
+    """The only side that may send this message."""
+    match message:
+        case Grant() | Cancel():
+            return Side.RECEIVER
+        case Permit() | TransferResult():
+            return Side.SENDER
+        case Renewal():
+            return message.side
 
 
 class Stream:
@@ -26,9 +52,9 @@ class Stream:
     Concurrency: `offer` from any thread, everything else on the loop.
     """
 
-    def __init__(self, local: WorkerId, peer: WorkerId, direction: Direction, max_queued: int = MAX_QUEUED) -> None:
+    def __init__(self, local: WorkerId, peer: WorkerId, opening: Opening, max_queued: int = MAX_QUEUED) -> None:
         self.peer = peer
-        self.direction = direction
+        self.opening = opening
         self.reason = ""
         self._local = local
         self._max_queued = max_queued
@@ -42,7 +68,7 @@ class Stream:
 
     def __repr__(self) -> str:
         state = f"closed: {self.reason}" if self._closed else f"{len(self._queue)} of {self._max_queued} queued"
-        return f"<Stream {self.direction.value} {self.peer} sent={self._sent} received={self._expected} {state}>"
+        return f"<Stream {self.opening.value} {self.peer} sent={self._sent} received={self._expected} {state}>"
 
     @property
     def closed(self) -> bool:
@@ -87,20 +113,18 @@ class Stream:
             )
 
     def accept(self, envelope: Envelope) -> Message:
-        """A message after the hello. Raises RemoteProtocolError when order, direction or identities are wrong."""
+        """A message after the hello. Raises RemoteProtocolError when order, side or identities are wrong."""
         body = self._in_order(envelope)
-        match body:
-            case Grant() if self.direction is Direction.ACCEPTED:
-                self._check_ends(body, sender=self._local, receiver=self.peer)
-            case TransferResult() if self.direction is Direction.DIALLED:
-                self._check_ends(body, sender=self.peer, receiver=self._local)
-            case Cancel():
-                self._check_origin(body)
-            case _:
-                raise RemoteProtocolError(
-                    f"{self.peer} sent {type(body).__name__} on a channel {self.direction.value} here: receivers send "
-                    "grants, senders send results, and hello comes once"
-                )
+        if isinstance(body, Hello) or speaker(body) is self.opening.side:
+            raise RemoteProtocolError(
+                f"{self.peer} sent {_shown(body)} on a channel {self.opening.value} here: receivers send grants, "
+                "cancels and renewals of their side, senders send permits, results and renewals of theirs, and hello "
+                "comes once"
+            )
+        if isinstance(body, Cancel | Renewal):
+            self._check_origin(body)
+        else:
+            self._check_ends(body)
         return body
 
     def _ring(self) -> bool:
@@ -123,13 +147,26 @@ class Stream:
         self._expected += 1
         return envelope.body
 
-    def _check_ends(self, body: Grant | TransferResult, *, sender: WorkerId, receiver: WorkerId) -> None:
+    def _check_ends(self, body: Grant | Permit | TransferResult) -> None:
+        sends = self.opening.side is Side.SENDER
+        sender, receiver = (self._local, self.peer) if sends else (self.peer, self._local)
         if (body.sender, body.receiver) != (sender, receiver):
             raise RemoteProtocolError(
                 f"{type(body).__name__} {body.key} names sender {body.sender} and receiver {body.receiver} "
                 f"on the channel of sender {sender} and receiver {receiver}"
             )
 
-    def _check_origin(self, body: Cancel) -> None:
+    def _check_origin(self, body: Cancel | Renewal) -> None:
         if body.origin != self.peer:
-            raise RemoteProtocolError(f"Cancel {body.key} names origin {body.origin} on the channel of {self.peer}")
+            raise RemoteProtocolError(f"{_shown(body)} names origin {body.origin} on the channel of {self.peer}")
+
+
+def _shown(body: ChannelBody) -> str:
+    """What it is, without its lists."""
+    match body:
+        case Hello():
+            return "Hello"
+        case Renewal():
+            return f"Renewal of {len(body.keys)} attempts as {body.side.value}"
+        case _:
+            return f"{type(body).__name__} {body.key}"

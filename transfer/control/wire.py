@@ -8,6 +8,9 @@ MAX_MESSAGE_BYTES = 16 << 20
 KEEPALIVE_SECONDS = 5.0
 """A silent connection is probed after this long, and given up when the probe gets no answer for as long again."""
 
+WRITE_SECONDS = 30.0
+"""A caller that reads nothing for this long is given up."""
+
 Options = list[tuple[str, int | str]]
 
 

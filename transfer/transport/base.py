@@ -32,9 +32,31 @@ class PostState(enum.Enum):
     FAILED = enum.auto()
 
 
+class Operation(enum.Enum):
+    """Which way the bytes of a post go."""
+
+    WRITE = "WRITE"
+    """From our memory to the peer's."""
+    READ = "READ"
+    """From the peer's memory to ours."""
+
+
+@dataclass(frozen=True)
+class Quiescence:
+    """Whether something a peer started may still touch our memory.
+
+    Attributes:
+        proven: it may not, ever.
+        story: what the proof is, or what is missing for one.
+    """
+
+    proven: bool
+    story: str
+
+
 @dataclass(frozen=True)
 class Notification:
-    """Bytes a peer attached to a write. All data of that write is visible here once this is read."""
+    """Bytes a peer attached to a post. Once this is read, all it wrote is visible here, or all it read was read."""
 
     peer: str
     payload: bytes
@@ -51,11 +73,11 @@ class DescriptorList(ABC):
 
 
 class Post(ABC):
-    """One write handed to the library.
+    """One write or read handed to the library.
 
     Attributes:
         num_descriptors: runs the library really moves, after it merged neighbours.
-        num_bytes: payload of the write.
+        num_bytes: payload.
         error: why it failed; empty while it did not.
     """
 
@@ -117,26 +139,27 @@ class Transport(ABC):
         remote: DescriptorList,
         remote_indices: Indices,
         notification: bytes,
+        operation: Operation = Operation.WRITE,
     ) -> Post:
-        """Start writing local run i to remote run i for each pair of indices, then notify the peer.
+        """Start moving run i to run i for each pair of indices, then notify the peer.
 
         Lengths of paired runs are equal. The source bytes must not change before the post is terminal.
 
-        Raises: TransportError when nothing was handed to the library, so nothing was or will be written.
+        Raises: TransportError when nothing was handed to the library, so nothing was or will be moved.
         """
 
     @abstractmethod
     def poll(self, post: Post) -> PostState:
         """Progress and report a post, also one that was released.
 
-        DONE: source memory is no longer read and the bytes reached the peer.
+        DONE: source memory is no longer read and the bytes are where they belong.
 
         FAILED proves nothing about the bytes: some may have landed, more may follow.
         """
 
     @abstractmethod
     def release(self, post: Post) -> bool:
-        """Give up the handle of a post. True: the library let go of it and reads the source no more.
+        """Give up the handle of a post. True: the library let go of it and touches our memory no more.
 
         False: it is under way and cannot be aborted (NIXL says it can, and goes on reading); the handle is kept and
         `release` may be tried again.
@@ -145,6 +168,17 @@ class Transport(ABC):
     @abstractmethod
     def notifications(self) -> list[Notification]:
         """Progress the agent and return what arrived since the last call, in order per peer. Never blocks."""
+
+    @abstractmethod
+    def quiescence_proof(self, metadata: bytes) -> Quiescence:
+        """Whether nothing that this life of a peer started, writes or reads, can still touch our memory.
+
+        Asked after the peer stopped answering; it need not be connected any more. What counts as proof depends on the
+        lane. A timer, an error status and deregistered memory never do. Never blocks; progresses nothing.
+
+        Args:
+            metadata: what `connect` was given for it.
+        """
 
     @abstractmethod
     def lane(self, peer: str) -> str:

@@ -13,6 +13,7 @@ from kvferry.transfer.transport.base import (
     DescriptorList,
     Descriptors,
     Indices,
+    Operation,
     Post,
     Transport,
 )
@@ -70,6 +71,7 @@ class CheckedTransport(Transport):
         remote_indices: Indices,
         pairs: RunPairs,
         notification: bytes,
+        operation: Operation,
     ) -> Post: ...
 
     def register(self, regions: Sequence[torch.Tensor]) -> None:
@@ -123,18 +125,19 @@ class CheckedTransport(Transport):
         remote: DescriptorList,
         remote_indices: Indices,
         notification: bytes,
+        operation: Operation = Operation.WRITE,
     ) -> Post:
         self._check_open()
-        source, target = self._held(local), self._held(remote)
-        if source.peer is not None or target.peer is None:
-            raise self._error("INVALID", f"cannot write {source!r} to {target!r}: only our memory to a peer's")
+        mine, peers = self._held(local), self._held(remote)
+        if mine.peer is not None or peers.peer is None:
+            raise self._error("INVALID", f"{mine!r} and {peers!r}: local runs are our own and remote ones a peer's")
         if not 0 < len(notification) <= MAX_NOTIFICATION_BYTES:
             raise self._error(
                 "INVALID", f"notification of {len(notification)} bytes: 1 to {MAX_NOTIFICATION_BYTES} are allowed"
             )
         ours, theirs = np.ascontiguousarray(local_indices), np.ascontiguousarray(remote_indices)
-        pairs = pair_runs(self.name, source, ours, target, theirs)
-        return self._post(source, ours, target, theirs, pairs, notification)
+        pairs = pair_runs(self.name, mine, ours, peers, theirs)
+        return self._post(mine, ours, peers, theirs, pairs, notification, operation)
 
     def _check_open(self) -> None:
         if self._closed:

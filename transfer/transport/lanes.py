@@ -11,7 +11,7 @@ UCX prints a table per kind of operation and endpoint configuration when it firs
     | 0..inf | zero-copy   | cma/memory                              |    sizes in bytes, how, over what
     +--------+-------------+-----------------------------------------+
 
-Tables of writes are kept; warnings and errors go to Python's logging.
+Tables of writes and of reads are kept; warnings and errors go to Python's logging.
 """
 
 import ctypes
@@ -22,6 +22,8 @@ import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
+
+from kvferry.transfer.transport.base import Operation
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +51,18 @@ _LANES = {
     "self": "memcpy",
     "cuda_copy": "memcpy",
 }
+_WITHOUT_RDMA = {*_LANES, "sm", "shm", "cuda", "gdr_copy"}
+"""Names for UCX_TLS that open no network adapter."""
 _RDMA = re.compile(r"(rc|dc|ud|ib|srd|gga)(_|$)")
 _RESOURCE = re.compile(r"(?:^|\s)([a-z]\w*)/")
 _LINE = re.compile(r"\[[^\]]*\] \[[^\]]*\] +(.*)")
 _PROBLEM = re.compile(r"UCX\s+(WARN|ERROR|FATAL)\s+(.*)")
 _CONNECTION = re.compile(r"(.*) (\S+ cfg#\d+)")
 _SIZES = re.compile(r"(\d+)(?:\.\.(\d+|inf))?")
-_WRITE = "remote memory write by ucp_put"
+_OPERATIONS = {
+    "remote memory write by ucp_put": Operation.WRITE,
+    "remote memory read by ucp_get": Operation.READ,
+}
 _OWN_MEMORY = "self "
 _HEADERS = ("Range", "Count")
 
@@ -103,26 +110,42 @@ def _namespace(kind: str) -> str:
         return ""
 
 
+def possible_lanes(environ: Mapping[str, str], *, has_rdma: bool, on_device: bool) -> frozenset[str]:
+    """Lanes a peer on this machine may have used to our memory, whatever its own settings are.
+
+    Args:
+        environ: our own settings: a network adapter we do not open knows no key of our memory.
+        has_rdma: this machine has adapters for it.
+        on_device: we registered memory of a GPU.
+    """
+    allowed = set(environ.get("UCX_TLS", "all").split(","))
+    lanes = {"cma", "shm", "tcp", "memcpy"}
+    if has_rdma and not allowed <= _WITHOUT_RDMA:
+        lanes.add("rdma")
+    return frozenset(lanes | ({"cuda_ipc"} if on_device else set()))
+
+
 class Row(NamedTuple):
-    """Writes of [start, end] bytes take these lanes; end is None without a limit."""
+    """Runs of [start, end] bytes take these lanes; end is None without a limit."""
 
     start: int
     end: int | None
     lanes: frozenset[str]
 
 
-class WriteTable(NamedTuple):
+class LaneTable(NamedTuple):
     """One table of the log.
 
     Attributes:
         worker: name of the agent, cut by UCX.
         connection: place and number of the endpoint configuration, e.g. "intra-node cfg#1".
-        operation: the whole title, which names both kinds of memory.
+        title: names the operation and both kinds of memory.
     """
 
     worker: str
     connection: str
-    operation: str
+    operation: Operation
+    title: str
     rows: tuple[Row, ...]
 
 
@@ -131,20 +154,20 @@ def lane_of(resource: str) -> str:
     return "rdma" if _RDMA.match(resource) else _LANES.get(resource, UNKNOWN)
 
 
-def parse_tables(text: str) -> list[WriteTable]:
-    """All complete tables of writes in a log."""
+def parse_tables(text: str) -> list[LaneTable]:
+    """All complete tables of writes and reads in a log."""
     reader = TableReader()
     return [table for line in text.splitlines() for table in reader.feed(line)]
 
 
 class TableReader:
-    """Finds tables of writes in lines of a log. Holds at most one table; a table cut short is dropped."""
+    """Finds tables of writes and reads in lines of a log. Holds at most one table; a table cut short is dropped."""
 
     def __init__(self) -> None:
         self._block: list[list[str]] = []
         self._titles: tuple[str, str] | None = None
 
-    def feed(self, line: str) -> Iterator[WriteTable]:
+    def feed(self, line: str) -> Iterator[LaneTable]:
         """Take one line; give the table it completes, if any."""
         match = _LINE.match(line)
         content = match[1].strip() if match else ""
@@ -155,7 +178,7 @@ class TableReader:
         else:
             self._block, self._titles = [], None
 
-    def _close_block(self) -> Iterator[WriteTable]:
+    def _close_block(self) -> Iterator[LaneTable]:
         """A border ends titles, a header or rows; which of them its cells tell."""
         block, self._block = self._block, []
         if not block or block[0][0] in _HEADERS:
@@ -169,12 +192,13 @@ class TableReader:
             yield table
 
 
-def _table(titles: tuple[str, str], cells: list[list[str]]) -> WriteTable | None:
+def _table(titles: tuple[str, str], cells: list[list[str]]) -> LaneTable | None:
     connection = _CONNECTION.fullmatch(titles[0])
-    if connection is None or not titles[1].startswith(_WRITE):
+    operation = next((known for start, known in _OPERATIONS.items() if titles[1].startswith(start)), None)
+    if connection is None or operation is None:
         return None
     rows = tuple(row for row in map(_row, cells) if row is not None)
-    return WriteTable(connection[1], connection[2], titles[1], rows) if rows else None
+    return LaneTable(connection[1], connection[2], operation, titles[1], rows) if rows else None
 
 
 def _row(cells: list[str]) -> Row | None:
@@ -198,7 +222,7 @@ class LaneLog:
         self._offset = 0
         self._partial = b""
         self._reader = TableReader()
-        self._tables: dict[tuple[str, str, str], WriteTable] = {}
+        self._tables: dict[tuple[str, str, str], LaneTable] = {}
         self.last_problem = ""
         """The latest warning or error of UCX; empty when there was none."""
 
@@ -218,19 +242,25 @@ class LaneLog:
         """Endpoint configurations of an agent to other agents seen so far."""
         return frozenset(table.connection for table in self._of(agent_name))
 
-    def lane(self, agent_name: str, run_bytes: int, connections: frozenset[str] = frozenset()) -> str:
-        """Lanes an agent's writes of this size take, joined by "+"; "unknown" when the log does not say.
+    def lane(
+        self,
+        agent_name: str,
+        run_bytes: int,
+        connections: frozenset[str] = frozenset(),
+        operation: Operation = Operation.WRITE,
+    ) -> str:
+        """Lanes an agent's posts with runs of this size take, joined by "+"; "unknown" when the log does not say.
 
         Args:
             connections: look at these endpoint configurations only; at all of the agent when empty.
         """
         lanes: set[str] = set()
         for table in self._of(agent_name):
-            if not connections or table.connection in connections:
+            if table.operation is operation and (not connections or table.connection in connections):
                 lanes.update(*(row.lanes for row in table.rows if _holds(row, run_bytes)))
         return "+".join(sorted(lanes)) or UNKNOWN
 
-    def _of(self, agent_name: str) -> list[WriteTable]:
+    def _of(self, agent_name: str) -> list[LaneTable]:
         worker = agent_name.encode()[:_WORKER_NAME_BYTES].decode(errors="ignore")
         return [
             table
@@ -238,8 +268,8 @@ class LaneLog:
             if table.worker == worker and not table.connection.startswith(_OWN_MEMORY)
         ]
 
-    def _keep(self, table: WriteTable) -> None:
-        self._tables[table.worker, table.connection, table.operation] = table
+    def _keep(self, table: LaneTable) -> None:
+        self._tables[table.worker, table.connection, table.title] = table
         if len(self._tables) > MAX_TABLES:
             del self._tables[next(iter(self._tables))]
 

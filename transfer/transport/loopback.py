@@ -1,4 +1,4 @@
-"""Writes between agents of one process: copies between their registered tensors."""
+"""Writes and reads between agents of one process: copies between their registered tensors."""
 
 import secrets
 import threading
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from kvferry.transfer.transport.base import Indices, Notification, Post, PostState
+from kvferry.transfer.transport.base import Indices, Notification, Operation, Post, PostState, Quiescence
 from kvferry.transfer.transport.checked import CheckedTransport, Peer
 from kvferry.transfer.transport.memory import AgentCard, Region, RegionTable
 from kvferry.transfer.transport.runs import Rows, RunList, RunPairs
@@ -27,11 +27,12 @@ class LoopbackPost(Post):
     peer: str
     num_descriptors: int
     num_bytes: int
+    operation: Operation
     state: PostState = PostState.DONE
     error: str = ""
 
     def __str__(self) -> str:
-        return f"{self.num_bytes} bytes to {self.peer}: {self.error or self.state.name}"
+        return f"{self.operation.name} of {self.num_bytes} bytes, peer {self.peer}: {self.error or self.state.name}"
 
 
 class LoopbackTransport(CheckedTransport):
@@ -75,39 +76,40 @@ class LoopbackTransport(CheckedTransport):
         remote_indices: Indices,
         pairs: RunPairs,
         notification: bytes,
+        operation: Operation,
     ) -> Post:
         peer = self._known(remote.peer or "")
-        post = LoopbackPost(peer.card.agent_name, len(pairs), pairs.num_bytes)
-        sources = _views(self._tensors, self._table, pairs.local)
+        post = LoopbackPost(peer.card.agent_name, len(pairs), pairs.num_bytes, operation)
+        views = _views(self._tensors, self._table, pairs.local)
         notice = Notification(self.agent_name, notification)
-        self._find(peer.card)._receive(post, sources, peer.table, pairs.remote, notice)
+        self._find(peer.card)._serve(post, views, peer.table, pairs.remote, notice)
         return post
 
     def _find(self, card: AgentCard) -> "LoopbackTransport":
-        with _agents_lock:
-            agent = _agents.get(card.agent_name)
-        if agent is None or agent._token != card.blob:
+        agent = _open_agent(card)
+        if agent is None:
             raise self._error("PEER_LOST", f"agent {card.agent_name} is not, or no longer, in this process")
         return agent
 
-    def _receive(
+    def _serve(
         self,
         post: LoopbackPost,
-        sources: list[torch.Tensor],
+        peers_views: list[torch.Tensor],
         table: RegionTable,
         rows: Rows,
         notification: Notification,
     ) -> None:
-        """Called on the target by the writer. The lock makes sure that nothing lands once `close` returned."""
+        """Called by the peer that posted. The lock makes sure that nothing is touched once `close` returned."""
         with self._receiving:
             if self._closed:
                 raise self._error("PEER_LOST", f"agent {self.agent_name} is closed")
             if len(self._inbox) >= MAX_WAITING_NOTIFICATIONS:
                 raise self._error("FULL", f"{self.agent_name} has not read its {len(self._inbox)} notifications")
             try:
-                _copy(sources, _views(self._tensors, table, rows))
+                views = _views(self._tensors, table, rows)
+                _copy(views, peers_views) if post.operation is Operation.READ else _copy(peers_views, views)
             except RuntimeError as error:
-                # Some runs may have been copied, so this is a failed write and not a refused one.
+                # Some runs may have been copied, so this is a failed post and not a refused one.
                 post.state, post.error = PostState.FAILED, str(error)
                 return
             self._inbox.append(notification)
@@ -127,6 +129,13 @@ class LoopbackTransport(CheckedTransport):
             arrived = list(self._inbox)
             self._inbox.clear()
         return arrived
+
+    def quiescence_proof(self, metadata: bytes) -> Quiescence:
+        """A copy runs on its agent's thread, which has ended when the agent is closed."""
+        card = AgentCard.decode(self.name, metadata)
+        if _open_agent(card) is None:
+            return Quiescence(True, f"agent {card.agent_name} is closed, and it copied only while it was open")
+        return Quiescence(False, f"agent {card.agent_name} is open in this process")
 
     def lane(self, peer: str) -> str:
         self._check_open()
@@ -166,6 +175,13 @@ def _copy(sources: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> N
         devices.update(tensor.device for tensor in (source, target) if tensor.is_cuda)
     for device in devices:
         torch.cuda.synchronize(device)
+
+
+def _open_agent(card: AgentCard) -> LoopbackTransport | None:
+    """The agent that made this card; None once it is closed, whoever has its name now."""
+    with _agents_lock:
+        agent = _agents.get(card.agent_name)
+    return agent if agent is not None and agent._token == card.blob else None
 
 
 def open_agents() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import torch
 
 from kvferry.cache.errors import TransportError
 from kvferry.transfer.transport.base import Descriptors
+from kvferry.transfer.transport.processes import ProcessLife
 
 MemoryKind = Literal["DRAM", "VRAM"]
 
@@ -112,6 +113,7 @@ class AgentCard:
     Attributes:
         wire: equal for agents that are reached over the same lanes (same machine, same settings); may be empty.
         blob: what the library below wants to know of a peer.
+        life: the process it lives in, if that can be told.
     """
 
     transport: str
@@ -119,10 +121,17 @@ class AgentCard:
     regions: tuple[Region, ...]
     wire: str = ""
     blob: bytes = b""
+    life: ProcessLife | None = None
 
     def encode(self) -> bytes:
         """Length of the header (4 bytes, big-endian), the header as JSON, then the blob."""
-        header = {"transport": self.transport, "agent": self.agent_name, "regions": self.regions, "wire": self.wire}
+        header = {
+            "transport": self.transport,
+            "agent": self.agent_name,
+            "regions": self.regions,
+            "wire": self.wire,
+            "life": self.life,
+        }
         text = json.dumps(header).encode()
         return _PREFIX.pack(len(text)) + text + self.blob
 
@@ -137,6 +146,7 @@ class AgentCard:
                 tuple(_checked_region(value) for value in _checked_list(header["regions"])),
                 str(header["wire"]),
                 blob,
+                _checked_life(header.get("life")),
             )
         except (KeyError, TypeError, ValueError, struct.error) as error:
             raise TransportError(transport, "METADATA", f"metadata of a peer cannot be read: {error!r}") from error
@@ -159,6 +169,10 @@ def _checked_name(value: object) -> str:
     if not isinstance(value, str) or not 0 < len(value.encode()) <= MAX_AGENT_NAME_BYTES:
         raise ValueError(f"agent name {value!r:.80}")
     return value
+
+
+def _checked_life(value: object) -> ProcessLife | None:
+    return None if value is None else ProcessLife.checked(value)
 
 
 def _checked_list(value: object) -> list[Any]:

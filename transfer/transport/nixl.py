@@ -1,11 +1,11 @@
-"""Writes through NIXL's UCX backend.
+"""Writes and reads through NIXL's UCX backend.
 
 Two things the library does not do, found by trying (tests/transport_contract holds them):
 
-* It cannot abort a write. Releasing the handle of a write under way succeeds, and UCX goes on reading the source and
-  writing to the peer. So a handle is kept until the write is over, and `release` says False until then.
-* It cannot forget a peer during a write. The write goes on, and asking for its state then fails. So a peer is forgotten
-  once no write to it is under way.
+* It cannot abort a post. Releasing the handle of one under way succeeds, and UCX goes on reading the source and writing
+  to where it goes. So a handle is kept until the post is over, and `release` says False until then.
+* It cannot forget a peer during a post. The post goes on, and asking for its state then fails. So a peer is forgotten
+  once nothing posted to it is under way.
 """
 
 import logging
@@ -21,10 +21,19 @@ import nixl._api as library
 from nixl._bindings import nixlRemoteDisconnectError
 
 from kvferry.cache.errors import TransportError
-from kvferry.transfer.transport.base import MAX_NOTIFICATION_BYTES, Indices, Notification, Post, PostState
+from kvferry.transfer.transport.base import (
+    MAX_NOTIFICATION_BYTES,
+    Indices,
+    Notification,
+    Operation,
+    Post,
+    PostState,
+    Quiescence,
+)
 from kvferry.transfer.transport.checked import CheckedTransport, Peer
 from kvferry.transfer.transport.lanes import UNKNOWN, LaneLog, wire_fingerprint
 from kvferry.transfer.transport.memory import AgentCard, MemoryKind, Region, RegionTable
+from kvferry.transfer.transport.prover import Prover
 from kvferry.transfer.transport.runs import Rows, RunList, RunPairs
 
 log = logging.getLogger(__name__)
@@ -66,22 +75,23 @@ def _reason(error: Exception) -> str:
 
 @dataclass(eq=False)
 class NixlPost(Post):
-    """One write.
+    """One write or read.
 
     Attributes:
-        handle: the library's, until the write is over for certain.
+        handle: the library's, until the post is over for certain.
         error: why it failed.
     """
 
     peer: str
     num_descriptors: int
     num_bytes: int
+    operation: Operation
     handle: Any
     state: PostState = PostState.IN_PROGRESS
     error: str = ""
 
     def __str__(self) -> str:
-        return f"{self.num_bytes} bytes to {self.peer}: {self.error or self.state.name}"
+        return f"{self.operation.name} of {self.num_bytes} bytes, peer {self.peer}: {self.error or self.state.name}"
 
 
 class NixlRuns(RunList):
@@ -104,13 +114,15 @@ class _Wire:
     """What is under way to one peer, and what was learned about it.
 
     Attributes:
-        run_bytes: mean size of the runs of the last write.
-        leaving: forget the peer once no write to it is under way.
-        lost: why nothing can be written to it any more.
+        run_bytes: mean size of the runs of the last post.
+        operation: of the last post.
+        leaving: forget the peer once nothing posted to it is under way.
+        lost: why nothing can be posted to it any more.
     """
 
     posts: set[NixlPost] = field(default_factory=set)
     run_bytes: int = 0
+    operation: Operation = Operation.WRITE
     leaving: bool = False
     lost: str = ""
 
@@ -132,6 +144,7 @@ class NixlTransport(CheckedTransport):
         self._log = LaneLog(log_path)
         self._telemetry = telemetry
         self._fingerprint = wire_fingerprint(os.environ)
+        self._prover = Prover(os.environ)
         self._registered: list[Any] = []
         self._wires: dict[str, _Wire] = {}
         self._connections: defaultdict[str, frozenset[str]] = defaultdict(frozenset)
@@ -157,12 +170,12 @@ class NixlTransport(CheckedTransport):
     def _card(self, regions: tuple[Region, ...]) -> AgentCard:
         with _library("read the agent's metadata"):
             blob = self._agent.get_agent_metadata()
-        return AgentCard(self.name, self.agent_name, regions, self._fingerprint, blob)
+        return AgentCard(self.name, self.agent_name, regions, self._fingerprint, blob, self._prover.own)
 
     def _connect(self, card: AgentCard) -> None:
         peer = card.agent_name
         if peer in self._wires:
-            raise self._error("IN_USE", f"writes of an earlier connection to {peer} are still under way")
+            raise self._error("IN_USE", f"posts of an earlier connection to {peer} are still under way")
         self._log.refresh()
         before = self._log.connections(self.agent_name)
         with _library(f"connect to {peer}", self._what_ucx_says):
@@ -201,28 +214,29 @@ class NixlTransport(CheckedTransport):
         remote_indices: Indices,
         pairs: RunPairs,
         notification: bytes,
+        operation: Operation,
     ) -> Post:
         assert isinstance(local, NixlRuns)
         assert isinstance(remote, NixlRuns)
         peer = remote.peer or ""
         wire = self._wires[peer]
         if wire.lost:
-            raise self._error("PEER_LOST", f"nothing can be written to {peer} any more: {wire.lost}")
-        with _library(f"prepare a write to {peer}"):
+            raise self._error("PEER_LOST", f"nothing can be posted to {peer} any more: {wire.lost}")
+        with _library(f"prepare a {operation.name} with peer {peer}"):
             handle = self._agent.make_prepped_xfer(
-                "WRITE", local.handle, local_indices, remote.handle, remote_indices, notification
+                operation.value, local.handle, local_indices, remote.handle, remote_indices, notification
             )
-        post = NixlPost(peer, len(pairs), pairs.num_bytes, handle)
+        post = NixlPost(peer, len(pairs), pairs.num_bytes, operation, handle)
         wire.posts.add(post)
-        wire.run_bytes = pairs.num_bytes // len(pairs)
+        wire.run_bytes, wire.operation = pairs.num_bytes // len(pairs), operation
         # From here on some bytes may have left, so a failure is the post's and not this call's.
         self._follow(post, self._agent.transfer)
         return post
 
     def _follow(self, post: NixlPost, ask: Callable[[Any], str]) -> None:
-        """Ask the library for the state of a write and act on it."""
+        """Ask the library for the state of a post and act on it."""
         try:
-            with _library(f"write to {post.peer}"):
+            with _library(f"{post.operation.name} with peer {post.peer}"):
                 status = ask(post.handle)
         except TransportError as error:
             # The endpoint of a peer that disconnected is closed, and nothing is read for it any more. Any other error
@@ -247,14 +261,14 @@ class NixlTransport(CheckedTransport):
         if post.state is PostState.IN_PROGRESS:
             post.state = PostState.DONE
             if self._telemetry:
-                with _cleanup("read the telemetry of a write"):
+                with _cleanup("read the telemetry of a post"):
                     post.num_descriptors = int(self._agent.get_xfer_telemetry(post.handle).descCount)
         self._let_go(post)
 
     def _let_go(self, post: NixlPost) -> None:
         handle, post.handle = post.handle, None
         self._wires[post.peer].posts.discard(post)
-        with _cleanup("release a write"):
+        with _cleanup("release a post"):
             handle.release()
         self._leave_if_idle(post.peer)
 
@@ -278,17 +292,25 @@ class NixlTransport(CheckedTransport):
             arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
         return [Notification(peer, payload) for peer, payloads in arrived.items() for payload in _short(peer, payloads)]
 
+    def quiescence_proof(self, metadata: bytes) -> Quiescence:
+        """Answers also when this agent is closed. Which lane a peer uses only the peer knows, so any is assumed.
+
+        What is left in sockets is read by `notifications`, so go on calling that.
+        """
+        life = AgentCard.decode(self.name, metadata).life
+        return self._prover.prove(life, on_device=any(region.kind == "VRAM" for region in self._table.regions))
+
     def lane(self, peer: str) -> str:
         self._check_open()
         known = self._known(peer)
-        run_bytes = self._wires[peer].run_bytes
-        if not run_bytes:
+        wire = self._wires[peer]
+        if not wire.run_bytes:
             return UNKNOWN
         self._log.refresh()
-        return self._log.lane(self.agent_name, run_bytes, self._connections[known.card.wire])
+        return self._log.lane(self.agent_name, wire.run_bytes, self._connections[known.card.wire], wire.operation)
 
     def close(self) -> None:
-        """Writes still under way are given up, and a peer may be left with part of them."""
+        """Posts still under way are given up, and a peer may be left with part of what was written."""
         if self._closed:
             return
         self._closed = True
@@ -304,6 +326,7 @@ class NixlTransport(CheckedTransport):
                 self._agent.deregister_memory(registered)
         # The agent goes with its last reference, and only then does UCX read our memory no more.
         del self._agent
+        self._prover.destroyed()
         self._registered.clear()
         self._wires.clear()
         self._peers.clear()
@@ -314,7 +337,7 @@ class NixlTransport(CheckedTransport):
         for post in wire.posts:
             post.state, post.error = PostState.FAILED, "the agent was closed"
             handle, post.handle = post.handle, None
-            with _cleanup("release a write"):
+            with _cleanup("release a post"):
                 handle.release()
 
     def _ours(self, post: Post) -> NixlPost:

@@ -1,4 +1,4 @@
-"""Runs of memory: checked once, addressed by index, paired for a write."""
+"""Runs of memory: checked once, addressed by index, paired for a post."""
 
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ def checked_rows(backend: str, table: RegionTable, descriptors: Descriptors) -> 
 
 
 class RunPairs(NamedTuple):
-    """Local runs to copy and where to, neighbours merged.
+    """Local runs and the remote run of each, neighbours merged.
 
     Shapes: local and remote [num merged, 4], of equal lengths.
     """

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/inference.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"_\n\x0eSamplingParams\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd0\x01\n\x0cGenerateCall\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12\x0c\n\x04\x63hat\x18\x04 \x01(\x08\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\tB\x08\n\x06prompt\"9\n\x0fGenerateRequest\x12&\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.GenerateCall\"8\n\x0ePrefillRequest\x12&\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.GenerateCall\"\xbe\x01\n\x0fPrefillResponse\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.TransferKey\x12$\n\x06sender\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x15\n\rqueue_seconds\x18\x04 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x05 \x01(\x01\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"\xe4\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x03key\x18\x02 \x01(\x0b\x32\x17.kvferry.v1.TransferKey\x12$\n\x06sender\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\t\"E\n\rCancelRequest\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.TransferKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"?\n\nTokenChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\"v\n\x07Timings\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x03 \x01(\x01\x12!\n\x19\x66irst_decode_step_seconds\x18\x04 \x01(\x01\"\xc4\x02\n\x0fGenerateSummary\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12\x12\n\nnew_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12$\n\x07timings\x18\x05 \x01(\x0b\x32\x13.kvferry.v1.Timings\x12$\n\x04wire\x18\x06 \x01(\x0b\x32\x16.kvferry.v1.WireReport\x12$\n\x06sender\x18\x07 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12&\n\x08receiver\x18\x08 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x18\n\x10prompt_token_ids\x18\t \x03(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\n \x01(\r\"q\n\rGenerateEvent\x12\'\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.TokenChunkH\x00\x12.\n\x07summary\x18\x02 \x01(\x0b\x32\x1b.kvferry.v1.GenerateSummaryH\x00\x42\x07\n\x05\x65vent\"<\n\x10GenerateResponse\x12(\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x19.kvferry.v1.GenerateEvent\":\n\x0e\x44\x65\x63odeResponse\x12(\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x19.kvferry.v1.GenerateEvent2\x9c\x02\n\tInference\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x42\n\x07Prefill\x12\x1a.kvferry.v1.PrefillRequest\x1a\x1b.kvferry.v1.PrefillResponse\x12\x41\n\x06\x44\x65\x63ode\x12\x19.kvferry.v1.DecodeRequest\x1a\x1a.kvferry.v1.DecodeResponse0\x01\x12?\n\x06\x43\x61ncel\x12\x19.kvferry.v1.CancelRequest\x1a\x1a.kvferry.v1.CancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/inference.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"_\n\x0eSamplingParams\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf6\x01\n\x0cGenerateCall\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12\x0c\n\x04\x63hat\x18\x04 \x01(\x08\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12$\n\x03key\x18\x08 \x01(\x0b\x32\x17.kvferry.v1.TransferKeyB\x08\n\x06prompt\"9\n\x0fGenerateRequest\x12&\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.GenerateCall\"8\n\x0ePrefillRequest\x12&\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.GenerateCall\"\xd5\x01\n\x0fPrefillResponse\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.TransferKey\x12$\n\x06sender\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x15\n\rqueue_seconds\x18\x04 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x05 \x01(\x01\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x15\n\rlease_seconds\x18\x07 \x01(\x01\"\xf3\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x03key\x18\x02 \x01(\x0b\x32\x17.kvferry.v1.TransferKey\x12$\n\x06sender\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\r\n\x05\x65\x61rly\x18\x08 \x01(\x08\"E\n\rCancelRequest\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.TransferKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"/\n\x0fTokenizeRequest\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x0c\n\x04\x63hat\x18\x02 \x01(\x08\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"?\n\nTokenChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\"v\n\x07Timings\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x03 \x01(\x01\x12!\n\x19\x66irst_decode_step_seconds\x18\x04 \x01(\x01\"\xc4\x02\n\x0fGenerateSummary\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12\x12\n\nnew_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12$\n\x07timings\x18\x05 \x01(\x0b\x32\x13.kvferry.v1.Timings\x12$\n\x04wire\x18\x06 \x01(\x0b\x32\x16.kvferry.v1.WireReport\x12$\n\x06sender\x18\x07 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12&\n\x08receiver\x18\x08 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x18\n\x10prompt_token_ids\x18\t \x03(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\n \x01(\r\"q\n\rGenerateEvent\x12\'\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.TokenChunkH\x00\x12.\n\x07summary\x18\x02 \x01(\x0b\x32\x1b.kvferry.v1.GenerateSummaryH\x00\x42\x07\n\x05\x65vent\"<\n\x10GenerateResponse\x12(\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x19.kvferry.v1.GenerateEvent\":\n\x0e\x44\x65\x63odeResponse\x12(\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x19.kvferry.v1.GenerateEvent2\xe3\x02\n\tInference\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x42\n\x07Prefill\x12\x1a.kvferry.v1.PrefillRequest\x1a\x1b.kvferry.v1.PrefillResponse\x12\x41\n\x06\x44\x65\x63ode\x12\x19.kvferry.v1.DecodeRequest\x1a\x1a.kvferry.v1.DecodeResponse0\x01\x12?\n\x06\x43\x61ncel\x12\x19.kvferry.v1.CancelRequest\x1a\x1a.kvferry.v1.CancelResponse\x12\x45\n\x08Tokenize\x12\x1b.kvferry.v1.TokenizeRequest\x1a\x1c.kvferry.v1.TokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,31 +37,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=164
   _globals['_TOKENIDS']._serialized_end=187
   _globals['_GENERATECALL']._serialized_start=190
-  _globals['_GENERATECALL']._serialized_end=398
-  _globals['_GENERATEREQUEST']._serialized_start=400
-  _globals['_GENERATEREQUEST']._serialized_end=457
-  _globals['_PREFILLREQUEST']._serialized_start=459
-  _globals['_PREFILLREQUEST']._serialized_end=515
-  _globals['_PREFILLRESPONSE']._serialized_start=518
-  _globals['_PREFILLRESPONSE']._serialized_end=708
-  _globals['_DECODEREQUEST']._serialized_start=711
-  _globals['_DECODEREQUEST']._serialized_end=939
-  _globals['_CANCELREQUEST']._serialized_start=941
-  _globals['_CANCELREQUEST']._serialized_end=1010
-  _globals['_CANCELRESPONSE']._serialized_start=1012
-  _globals['_CANCELRESPONSE']._serialized_end=1028
-  _globals['_TOKENCHUNK']._serialized_start=1030
-  _globals['_TOKENCHUNK']._serialized_end=1093
-  _globals['_TIMINGS']._serialized_start=1095
-  _globals['_TIMINGS']._serialized_end=1213
-  _globals['_GENERATESUMMARY']._serialized_start=1216
-  _globals['_GENERATESUMMARY']._serialized_end=1540
-  _globals['_GENERATEEVENT']._serialized_start=1542
-  _globals['_GENERATEEVENT']._serialized_end=1655
-  _globals['_GENERATERESPONSE']._serialized_start=1657
-  _globals['_GENERATERESPONSE']._serialized_end=1717
-  _globals['_DECODERESPONSE']._serialized_start=1719
-  _globals['_DECODERESPONSE']._serialized_end=1777
-  _globals['_INFERENCE']._serialized_start=1780
-  _globals['_INFERENCE']._serialized_end=2064
+  _globals['_GENERATECALL']._serialized_end=436
+  _globals['_GENERATEREQUEST']._serialized_start=438
+  _globals['_GENERATEREQUEST']._serialized_end=495
+  _globals['_PREFILLREQUEST']._serialized_start=497
+  _globals['_PREFILLREQUEST']._serialized_end=553
+  _globals['_PREFILLRESPONSE']._serialized_start=556
+  _globals['_PREFILLRESPONSE']._serialized_end=769
+  _globals['_DECODEREQUEST']._serialized_start=772
+  _globals['_DECODEREQUEST']._serialized_end=1015
+  _globals['_CANCELREQUEST']._serialized_start=1017
+  _globals['_CANCELREQUEST']._serialized_end=1086
+  _globals['_CANCELRESPONSE']._serialized_start=1088
+  _globals['_CANCELRESPONSE']._serialized_end=1104
+  _globals['_TOKENIZEREQUEST']._serialized_start=1106
+  _globals['_TOKENIZEREQUEST']._serialized_end=1153
+  _globals['_TOKENIZERESPONSE']._serialized_start=1155
+  _globals['_TOKENIZERESPONSE']._serialized_end=1192
+  _globals['_TOKENCHUNK']._serialized_start=1194
+  _globals['_TOKENCHUNK']._serialized_end=1257
+  _globals['_TIMINGS']._serialized_start=1259
+  _globals['_TIMINGS']._serialized_end=1377
+  _globals['_GENERATESUMMARY']._serialized_start=1380
+  _globals['_GENERATESUMMARY']._serialized_end=1704
+  _globals['_GENERATEEVENT']._serialized_start=1706
+  _globals['_GENERATEEVENT']._serialized_end=1819
+  _globals['_GENERATERESPONSE']._serialized_start=1821
+  _globals['_GENERATERESPONSE']._serialized_end=1881
+  _globals['_DECODERESPONSE']._serialized_start=1883
+  _globals['_DECODERESPONSE']._serialized_end=1941
+  _globals['_INFERENCE']._serialized_start=1944
+  _globals['_INFERENCE']._serialized_end=2299
 # @@protoc_insertion_point(module_scope)

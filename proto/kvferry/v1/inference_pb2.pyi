@@ -90,6 +90,7 @@ class GenerateCall(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per request; empty: the frontend makes one."""
     text: _builtins.str
@@ -108,6 +109,10 @@ class GenerateCall(_message.Message):
     def sampling(self) -> Global___SamplingParams:
         """How tokens are chosen; absence is refused."""
 
+    @_builtins.property
+    def key(self) -> _common_pb2.TransferKey:
+        """The attempt under which the pages are to wait; absent: the worker that prefills makes one."""
+
     def __init__(
         self,
         *,
@@ -118,10 +123,11 @@ class GenerateCall(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         timeout_seconds: _builtins.float = ...,
         cache_salt: _builtins.str = ...,
+        key: _common_pb2.TransferKey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "key", b"key", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -183,12 +189,15 @@ class PrefillResponse(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     queue_seconds: _builtins.float
     """Seconds from arrival to the first chunk; zero: no wait."""
     prefill_seconds: _builtins.float
     """Seconds from the first chunk to the first token sampled."""
     cached_tokens: _builtins.int
     """Tokens of the prompt that were found in the worker's pools; zero: all of it was computed."""
+    lease_seconds: _builtins.float
+    """Seconds from now that the pages are kept without a sign of life of a receiver; zero is refused."""
     @_builtins.property
     def key(self) -> _common_pb2.TransferKey:
         """The attempt under which the pages wait; absence is refused."""
@@ -210,10 +219,11 @@ class PrefillResponse(_message.Message):
         queue_seconds: _builtins.float = ...,
         prefill_seconds: _builtins.float = ...,
         cached_tokens: _builtins.int = ...,
+        lease_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "key", b"key", "prefill_seconds", b"prefill_seconds", "prompt_token_ids", b"prompt_token_ids", "queue_seconds", b"queue_seconds", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "key", b"key", "lease_seconds", b"lease_seconds", "prefill_seconds", b"prefill_seconds", "prompt_token_ids", b"prompt_token_ids", "queue_seconds", b"queue_seconds", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -230,12 +240,15 @@ class DecodeRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    EARLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per request; may be empty."""
     timeout_seconds: _builtins.float
     """Seconds from now within which the whole request must end; zero is refused."""
     cache_salt: _builtins.str
     """The salt of the call that the prompt comes from; at most 256 characters."""
+    early: _builtins.bool
+    """The prompt may not be computed yet: ask for its pages now; false: they wait."""
     @_builtins.property
     def key(self) -> _common_pb2.TransferKey:
         """The attempt under which the pages wait; absence is refused."""
@@ -262,10 +275,11 @@ class DecodeRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         timeout_seconds: _builtins.float = ...,
         cache_salt: _builtins.str = ...,
+        early: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sampling", b"sampling", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "key", b"key", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "sender", b"sender", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "early", b"early", "key", b"key", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "sender", b"sender", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -311,6 +325,52 @@ class CancelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
+
+@_typing.final
+class TokenizeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    prompt: _builtins.str
+    """The text, at most 8388608 characters; empty: an empty prompt."""
+    chat: _builtins.bool
+    """Wrap it as one user turn where the model has a chat template."""
+    def __init__(
+        self,
+        *,
+        prompt: _builtins.str = ...,
+        chat: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
+
+@_typing.final
+class TokenizeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In order, at most 2097152; empty: an empty prompt."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
 @_typing.final
 class TokenChunk(_message.Message):

@@ -54,6 +54,11 @@ class InferenceStub:
                 request_serializer=kvferry_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_inference__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/kvferry.v1.Inference/Tokenize',
+                request_serializer=kvferry_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -87,6 +92,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Turn text into the model's tokens. Only workers offer it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +121,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=kvferry_dot_v1_dot_inference__pb2.CancelRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=kvferry_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +236,33 @@ class Inference:
             '/kvferry.v1.Inference/Cancel',
             kvferry_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
             kvferry_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Inference/Tokenize',
+            kvferry_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            kvferry_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,6 +22,8 @@ class InferenceStub:
     """Fetch held pages and go on from the first token."""
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
     """Stop an attempt wherever it is. An unknown key changes nothing."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
+    """Turn text into the model's tokens. Only workers offer it."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -55,5 +57,13 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.CancelRequest, _abc.Awaitable[_inference_pb2.CancelResponse]],
     ) -> _abc.Awaitable[_inference_pb2.CancelResponse]:
         """Stop an attempt wherever it is. An unknown key changes nothing."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _inference_pb2.TokenizeRequest,
+        context: _aio.ServicerContext[_inference_pb2.TokenizeRequest, _abc.Awaitable[_inference_pb2.TokenizeResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.TokenizeResponse]:
+        """Turn text into the model's tokens. Only workers offer it."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _aio.Server) -> None: ...

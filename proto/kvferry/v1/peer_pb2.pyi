@@ -464,7 +464,7 @@ class PairedWorker(_message.Message):
     role: _common_pb2.Role.ValueType
     """What it does; unspecified is refused."""
     lane: _builtins.str
-    """The lane writes to it take, or "unknown" before the first; empty is refused."""
+    """The lane writes to it, and reads from it, take, or "unknown" before the first; empty is refused."""
     @_builtins.property
     def worker(self) -> _common_pb2.WorkerId:
         """Identity; absence is refused."""
@@ -502,6 +502,7 @@ class WorkerStatus(_message.Message):
     PEERS_FIELD_NUMBER: _builtins.int
     INTEGRITY_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
+    CONDITION_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """What it does; unspecified is refused."""
     model: _builtins.str
@@ -524,6 +525,8 @@ class WorkerStatus(_message.Message):
     """"ok", or the story of the invariant that does not hold; empty is refused."""
     process_id: _builtins.int
     """Process id on its machine; zero is refused."""
+    condition: _builtins.str
+    """"ok", or why the worker takes no requests now; empty is refused."""
     @_builtins.property
     def worker(self) -> _common_pb2.WorkerId:
         """Identity; absence is refused."""
@@ -553,10 +556,11 @@ class WorkerStatus(_message.Message):
         peers: _abc.Iterable[Global___PairedWorker] | None = ...,
         integrity: _builtins.str = ...,
         process_id: _builtins.int = ...,
+        condition: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holding", b"holding", "integrity", b"integrity", "manager", b"manager", "model", b"model", "peers", b"peers", "pool_groups", b"pool_groups", "process_id", b"process_id", "receiving", b"receiving", "role", b"role", "running", b"running", "runtime", b"runtime", "transport", b"transport", "waiting", b"waiting", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["condition", b"condition", "holding", b"holding", "integrity", b"integrity", "manager", b"manager", "model", b"model", "peers", b"peers", "pool_groups", b"pool_groups", "process_id", b"process_id", "receiving", b"receiving", "role", b"role", "running", b"running", "runtime", b"runtime", "transport", b"transport", "waiting", b"waiting", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,35 +25,43 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvferry/v1/transfer.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"G\n\x05Hello\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\"9\n\x10LayerGroupBlocks\x12\x10\n\x08slot_ids\x18\x01 \x01(\x0c\x12\x13\n\x0bslot_epochs\x18\x02 \x01(\x0c\"\xf6\x01\n\x05Grant\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.TransferKey\x12$\n\x06sender\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12&\n\x08receiver\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x32\n\x0clayer_groups\x18\x05 \x03(\x0b\x32\x1c.kvferry.v1.LayerGroupBlocks\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\x12\x15\n\rprompt_digest\x18\x07 \x01(\x0c\"q\n\tAuxRecord\x12\x14\n\x0c\x66irst_tokens\x18\x01 \x03(\r\x12\x16\n\x0e\x66irst_logprobs\x18\x02 \x03(\x01\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x03(\r\"J\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12 \n\x05phase\x18\x02 \x01(\x0e\x32\x11.kvferry.v1.Phase\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xba\x02\n\x06Result\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.TransferKey\x12$\n\x06sender\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12&\n\x08receiver\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12(\n\x06status\x18\x04 \x01(\x0e\x32\x18.kvferry.v1.ResultStatus\x12\x13\n\x0bslot_epochs\x18\x05 \x03(\x0c\x12\r\n\x05quiet\x18\x06 \x01(\x08\x12$\n\x04wire\x18\x07 \x01(\x0b\x32\x16.kvferry.v1.WireReport\x12\"\n\x03\x61ux\x18\x08 \x01(\x0b\x32\x15.kvferry.v1.AuxRecord\x12$\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32\x13.kvferry.v1.Failure\"d\n\x06\x43\x61ncel\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.TransferKey\x12$\n\x06origin\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xbe\x01\n\x0e\x43hannelMessage\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\"\n\x05hello\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.HelloH\x00\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x11.kvferry.v1.GrantH\x00\x12$\n\x06result\x18\x04 \x01(\x0b\x32\x12.kvferry.v1.ResultH\x00\x12$\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x12.kvferry.v1.CancelH\x00\x42\x06\n\x04\x62ody\"=\n\x0e\x43hannelRequest\x12+\n\x07message\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.ChannelMessage\">\n\x0f\x43hannelResponse\x12+\n\x07message\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.ChannelMessage*z\n\x0cResultStatus\x12\x1d\n\x19RESULT_STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10RESULT_STATUS_OK\x10\x01\x12\x18\n\x14RESULT_STATUS_FAILED\x10\x02\x12\x1b\n\x17RESULT_STATUS_CANCELLED\x10\x03\x32R\n\x08Transfer\x12\x46\n\x07\x43hannel\x12\x1a.kvferry.v1.ChannelRequest\x1a\x1b.kvferry.v1.ChannelResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvferry/v1/transfer.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"G\n\x05Hello\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\"9\n\x10LayerGroupBlocks\x12\x10\n\x08slot_ids\x18\x01 \x01(\x0c\x12\x13\n\x0bslot_epochs\x18\x02 \x01(\x0c\"\xc3\x02\n\x05Grant\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.TransferKey\x12$\n\x06sender\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12&\n\x08receiver\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x32\n\x0clayer_groups\x18\x05 \x03(\x0b\x32\x1c.kvferry.v1.LayerGroupBlocks\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\x12\x15\n\rprompt_digest\x18\x07 \x01(\x0c\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12(\n\tdirection\x18\t \x01(\x0e\x32\x15.kvferry.v1.Direction\x12\r\n\x05\x65\x61rly\x18\n \x01(\x08\"\xd8\x01\n\x06Permit\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.TransferKey\x12$\n\x06sender\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12&\n\x08receiver\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\r\n\x05\x66\x65nce\x18\x04 \x01(\x06\x12\x32\n\x0clayer_groups\x18\x05 \x03(\x0b\x32\x1c.kvferry.v1.LayerGroupBlocks\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\"q\n\tAuxRecord\x12\x14\n\x0c\x66irst_tokens\x18\x01 \x03(\r\x12\x16\n\x0e\x66irst_logprobs\x18\x02 \x03(\x01\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x03(\r\"n\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12 \n\x05phase\x18\x02 \x01(\x0e\x32\x11.kvferry.v1.Phase\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0c\n\x04hint\x18\x04 \x01(\t\x12\x14\n\x0clayer_groups\x18\x05 \x03(\r\"\xc7\x02\n\x06Result\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.TransferKey\x12$\n\x06sender\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12&\n\x08receiver\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12(\n\x06status\x18\x04 \x01(\x0e\x32\x18.kvferry.v1.ResultStatus\x12\r\n\x05quiet\x18\x06 \x01(\x08\x12$\n\x04wire\x18\x07 \x01(\x0b\x32\x16.kvferry.v1.WireReport\x12\"\n\x03\x61ux\x18\x08 \x01(\x0b\x32\x15.kvferry.v1.AuxRecord\x12$\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32\x13.kvferry.v1.Failure\x12\r\n\x05\x66\x65nce\x18\n \x01(\x06J\x04\x08\x05\x10\x06R\x0bslot_epochs\"\xa6\x01\n\x06\x43\x61ncel\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.TransferKey\x12$\n\x06origin\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12$\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x13.kvferry.v1.Failure\x12\r\n\x05quiet\x18\x05 \x01(\x08\x12\r\n\x05\x66\x65nce\x18\x06 \x01(\x06J\x04\x08\x03\x10\x04R\x06reason\"\x8d\x01\n\x07Renewal\x12$\n\x06origin\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.WorkerId\x12\x1e\n\x04side\x18\x02 \x01(\x0e\x32\x10.kvferry.v1.Side\x12%\n\x04keys\x18\x03 \x03(\x0b\x32\x17.kvferry.v1.TransferKey\x12\x15\n\rlease_seconds\x18\x04 \x01(\x01\"\x8c\x02\n\x0e\x43hannelMessage\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\"\n\x05hello\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.HelloH\x00\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x11.kvferry.v1.GrantH\x00\x12$\n\x06result\x18\x04 \x01(\x0b\x32\x12.kvferry.v1.ResultH\x00\x12$\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x12.kvferry.v1.CancelH\x00\x12$\n\x06permit\x18\x06 \x01(\x0b\x32\x12.kvferry.v1.PermitH\x00\x12&\n\x07renewal\x18\x07 \x01(\x0b\x32\x13.kvferry.v1.RenewalH\x00\x42\x06\n\x04\x62ody\"=\n\x0e\x43hannelRequest\x12+\n\x07message\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.ChannelMessage\">\n\x0f\x43hannelResponse\x12+\n\x07message\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.ChannelMessage*@\n\x04Side\x12\x14\n\x10SIDE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSIDE_SENDER\x10\x01\x12\x11\n\rSIDE_RECEIVER\x10\x02*N\n\tDirection\x12\x19\n\x15\x44IRECTION_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44IRECTION_PUSH\x10\x01\x12\x12\n\x0e\x44IRECTION_PULL\x10\x02*z\n\x0cResultStatus\x12\x1d\n\x19RESULT_STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10RESULT_STATUS_OK\x10\x01\x12\x18\n\x14RESULT_STATUS_FAILED\x10\x02\x12\x1b\n\x17RESULT_STATUS_CANCELLED\x10\x03\x32R\n\x08Transfer\x12\x46\n\x07\x43hannel\x12\x1a.kvferry.v1.ChannelRequest\x1a\x1b.kvferry.v1.ChannelResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RESULTSTATUS']._serialized_start=1377
-  _globals['_RESULTSTATUS']._serialized_end=1499
+  _globals['_SIDE']._serialized_start=2011
+  _globals['_SIDE']._serialized_end=2075
+  _globals['_DIRECTION']._serialized_start=2077
+  _globals['_DIRECTION']._serialized_end=2155
+  _globals['_RESULTSTATUS']._serialized_start=2157
+  _globals['_RESULTSTATUS']._serialized_end=2279
   _globals['_HELLO']._serialized_start=66
   _globals['_HELLO']._serialized_end=137
   _globals['_LAYERGROUPBLOCKS']._serialized_start=139
   _globals['_LAYERGROUPBLOCKS']._serialized_end=196
   _globals['_GRANT']._serialized_start=199
-  _globals['_GRANT']._serialized_end=445
-  _globals['_AUXRECORD']._serialized_start=447
-  _globals['_AUXRECORD']._serialized_end=560
-  _globals['_FAILURE']._serialized_start=562
-  _globals['_FAILURE']._serialized_end=636
-  _globals['_RESULT']._serialized_start=639
-  _globals['_RESULT']._serialized_end=953
-  _globals['_CANCEL']._serialized_start=955
-  _globals['_CANCEL']._serialized_end=1055
-  _globals['_CHANNELMESSAGE']._serialized_start=1058
-  _globals['_CHANNELMESSAGE']._serialized_end=1248
-  _globals['_CHANNELREQUEST']._serialized_start=1250
-  _globals['_CHANNELREQUEST']._serialized_end=1311
-  _globals['_CHANNELRESPONSE']._serialized_start=1313
-  _globals['_CHANNELRESPONSE']._serialized_end=1375
-  _globals['_TRANSFER']._serialized_start=1501
-  _globals['_TRANSFER']._serialized_end=1583
+  _globals['_GRANT']._serialized_end=522
+  _globals['_PERMIT']._serialized_start=525
+  _globals['_PERMIT']._serialized_end=741
+  _globals['_AUXRECORD']._serialized_start=743
+  _globals['_AUXRECORD']._serialized_end=856
+  _globals['_FAILURE']._serialized_start=858
+  _globals['_FAILURE']._serialized_end=968
+  _globals['_RESULT']._serialized_start=971
+  _globals['_RESULT']._serialized_end=1298
+  _globals['_CANCEL']._serialized_start=1301
+  _globals['_CANCEL']._serialized_end=1467
+  _globals['_RENEWAL']._serialized_start=1470
+  _globals['_RENEWAL']._serialized_end=1611
+  _globals['_CHANNELMESSAGE']._serialized_start=1614
+  _globals['_CHANNELMESSAGE']._serialized_end=1882
+  _globals['_CHANNELREQUEST']._serialized_start=1884
+  _globals['_CHANNELREQUEST']._serialized_end=1945
+  _globals['_CHANNELRESPONSE']._serialized_start=1947
+  _globals['_CHANNELRESPONSE']._serialized_end=2009
+  _globals['_TRANSFER']._serialized_start=2281
+  _globals['_TRANSFER']._serialized_end=2363
 # @@protoc_insertion_point(module_scope)

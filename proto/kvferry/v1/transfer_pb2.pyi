@@ -20,6 +20,50 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Side:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SideEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Side.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SIDE_UNSPECIFIED: _Side.ValueType  # 0
+    SIDE_SENDER: _Side.ValueType  # 1
+    """Its pages are read."""
+    SIDE_RECEIVER: _Side.ValueType  # 2
+    """Its pages are written."""
+
+class Side(_Side, metaclass=_SideEnumTypeWrapper):
+    """Which end of a transfer a worker is."""
+
+SIDE_UNSPECIFIED: Side.ValueType  # 0
+SIDE_SENDER: Side.ValueType  # 1
+"""Its pages are read."""
+SIDE_RECEIVER: Side.ValueType  # 2
+"""Its pages are written."""
+Global___Side: _TypeAlias = Side  # noqa: Y015
+
+class _Direction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DirectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Direction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DIRECTION_UNSPECIFIED: _Direction.ValueType  # 0
+    DIRECTION_PUSH: _Direction.ValueType  # 1
+    """The sender writes into granted pages."""
+    DIRECTION_PULL: _Direction.ValueType  # 2
+    """The receiver reads under a permit."""
+
+class Direction(_Direction, metaclass=_DirectionEnumTypeWrapper):
+    """Who drives the wire."""
+
+DIRECTION_UNSPECIFIED: Direction.ValueType  # 0
+DIRECTION_PUSH: Direction.ValueType  # 1
+"""The sender writes into granted pages."""
+DIRECTION_PULL: Direction.ValueType  # 2
+"""The receiver reads under a permit."""
+Global___Direction: _TypeAlias = Direction  # noqa: Y015
+
 class _ResultStatus:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -77,9 +121,9 @@ class LayerGroupBlocks(_message.Message):
     SLOT_IDS_FIELD_NUMBER: _builtins.int
     SLOT_EPOCHS_FIELD_NUMBER: _builtins.int
     slot_ids: _builtins.bytes
-    """Little-endian int32 per block: slot id, or -1 where no page is wanted; empty: no blocks."""
+    """Little-endian int32 per block: slot id, or -1 where no page is meant; empty: no blocks."""
     slot_epochs: _builtins.bytes
-    """Little-endian uint32 per block: epoch of that slot, 0 where no page is wanted; as long as slot_ids."""
+    """Little-endian uint32 per block: epoch of that slot, 0 where no page is meant; as long as slot_ids."""
     def __init__(
         self,
         *,
@@ -96,7 +140,7 @@ Global___LayerGroupBlocks: _TypeAlias = LayerGroupBlocks  # noqa: Y015
 
 @_typing.final
 class Grant(_message.Message):
-    """The receiver's permission to write these pages."""
+    """The pages a receiver wants filled: with push the permission to write them, with pull the question for a permit."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -107,19 +151,28 @@ class Grant(_message.Message):
     LAYER_GROUPS_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    DIRECTION_FIELD_NUMBER: _builtins.int
+    EARLY_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt; zero is refused."""
     timeout_seconds: _builtins.float
     """Seconds from now that the receiver will wait; zero is refused."""
     prompt_digest: _builtins.bytes
     """SHA-256 of the prompt's tokens as little-endian int32, 32 bytes; anything else is refused."""
+    request_id: _builtins.str
+    """The request whose prompt it is, at most 256 printable characters; empty: it has no name."""
+    direction: Global___Direction.ValueType
+    """Who drives the wire; unspecified is refused."""
+    early: _builtins.bool
+    """The prompt may not be computed yet, and the sender keeps the grant until it is; false: it was offered already."""
     @_builtins.property
     def key(self) -> _common_pb2.TransferKey:
         """The attempt; absence is refused."""
 
     @_builtins.property
     def sender(self) -> _common_pb2.WorkerId:
-        """The life that may write; absence is refused."""
+        """The life that has the pages of the prompt; absence is refused."""
 
     @_builtins.property
     def receiver(self) -> _common_pb2.WorkerId:
@@ -139,14 +192,67 @@ class Grant(_message.Message):
         layer_groups: _abc.Iterable[Global___LayerGroupBlocks] | None = ...,
         timeout_seconds: _builtins.float = ...,
         prompt_digest: _builtins.bytes = ...,
+        request_id: _builtins.str = ...,
+        direction: Global___Direction.ValueType = ...,
+        early: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "receiver", b"receiver", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "layer_groups", b"layer_groups", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "receiver", b"receiver", "sender", b"sender", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direction", b"direction", "early", b"early", "key", b"key", "layer_groups", b"layer_groups", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "receiver", b"receiver", "request_id", b"request_id", "sender", b"sender", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Grant: _TypeAlias = Grant  # noqa: Y015
+
+@_typing.final
+class Permit(_message.Message):
+    """The sender's permission to read these pages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    SENDER_FIELD_NUMBER: _builtins.int
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    LAYER_GROUPS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    fence: _builtins.int
+    """The fence of the grant it answers, a digest of that grant's slots and epochs; zero is refused."""
+    timeout_seconds: _builtins.float
+    """Seconds from now that the sender will wait for the reads to end; zero is refused."""
+    @_builtins.property
+    def key(self) -> _common_pb2.TransferKey:
+        """The attempt; absence is refused."""
+
+    @_builtins.property
+    def sender(self) -> _common_pb2.WorkerId:
+        """The life whose memory it is; absence is refused."""
+
+    @_builtins.property
+    def receiver(self) -> _common_pb2.WorkerId:
+        """The life that may read; absence is refused."""
+
+    @_builtins.property
+    def layer_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerGroupBlocks]:
+        """Pages per layer group, in the order of the sender's page table; empty is refused."""
+
+    def __init__(
+        self,
+        *,
+        key: _common_pb2.TransferKey | None = ...,
+        sender: _common_pb2.WorkerId | None = ...,
+        receiver: _common_pb2.WorkerId | None = ...,
+        fence: _builtins.int = ...,
+        layer_groups: _abc.Iterable[Global___LayerGroupBlocks] | None = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "receiver", b"receiver", "sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "key", b"key", "layer_groups", b"layer_groups", "receiver", b"receiver", "sender", b"sender", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Permit: _TypeAlias = Permit  # noqa: Y015
 
 @_typing.final
 class AuxRecord(_message.Message):
@@ -199,22 +305,32 @@ class Failure(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    HINT_FIELD_NUMBER: _builtins.int
+    LAYER_GROUPS_FIELD_NUMBER: _builtins.int
     code: _builtins.str
     """Stable and greppable; empty is refused."""
     phase: _common_pb2.Phase.ValueType
     """Where it failed; unspecified is refused."""
     message: _builtins.str
-    """For people; may be empty."""
+    """What happened, for people, at most 4096 characters; may be empty."""
+    hint: _builtins.str
+    """What to do about it, for people, at most 4096 characters; may be empty."""
+    @_builtins.property
+    def layer_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices of the layer groups whose pages are not complete because of it, at most 256; empty: nothing was moved."""
+
     def __init__(
         self,
         *,
         code: _builtins.str = ...,
         phase: _common_pb2.Phase.ValueType = ...,
         message: _builtins.str = ...,
+        hint: _builtins.str = ...,
+        layer_groups: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "phase", b"phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "hint", b"hint", "layer_groups", b"layer_groups", "message", b"message", "phase", b"phase"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -230,30 +346,28 @@ class Result(_message.Message):
     SENDER_FIELD_NUMBER: _builtins.int
     RECEIVER_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
-    SLOT_EPOCHS_FIELD_NUMBER: _builtins.int
     QUIET_FIELD_NUMBER: _builtins.int
     WIRE_FIELD_NUMBER: _builtins.int
     AUX_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     status: Global___ResultStatus.ValueType
     """How it ended; unspecified is refused."""
     quiet: _builtins.bool
-    """The sender proves that no write of the attempt is or will be under way; false: some may be."""
+    """The sender proves that no write of its own is or will be under way; false: some may be."""
+    fence: _builtins.int
+    """The fence of the grant; zero: no grant was seen, which is refused when status is OK."""
     @_builtins.property
     def key(self) -> _common_pb2.TransferKey:
         """The attempt; absence is refused."""
 
     @_builtins.property
     def sender(self) -> _common_pb2.WorkerId:
-        """The life that wrote; absence is refused."""
+        """The life whose pages were to be read; absence is refused."""
 
     @_builtins.property
     def receiver(self) -> _common_pb2.WorkerId:
-        """The life whose memory it is; absence is refused."""
-
-    @_builtins.property
-    def slot_epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The grant's slot_epochs of each layer group, echoed; empty: no grant was seen."""
+        """The life whose pages were to be written; absence is refused."""
 
     @_builtins.property
     def wire(self) -> _common_pb2.WireReport:
@@ -274,15 +388,15 @@ class Result(_message.Message):
         sender: _common_pb2.WorkerId | None = ...,
         receiver: _common_pb2.WorkerId | None = ...,
         status: Global___ResultStatus.ValueType = ...,
-        slot_epochs: _abc.Iterable[_builtins.bytes] | None = ...,
         quiet: _builtins.bool = ...,
         wire: _common_pb2.WireReport | None = ...,
         aux: Global___AuxRecord | None = ...,
         failure: Global___Failure | None = ...,
+        fence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["aux", b"aux", "failure", b"failure", "key", b"key", "receiver", b"receiver", "sender", b"sender", "wire", b"wire"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux", b"aux", "failure", b"failure", "key", b"key", "quiet", b"quiet", "receiver", b"receiver", "sender", b"sender", "slot_epochs", b"slot_epochs", "status", b"status", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux", b"aux", "failure", b"failure", "fence", b"fence", "key", b"key", "quiet", b"quiet", "receiver", b"receiver", "sender", b"sender", "status", b"status", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -290,41 +404,89 @@ Global___Result: _TypeAlias = Result  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
-    """Stop an attempt. Repeating it changes nothing."""
+    """The receiver's last word on an attempt that did not succeed. Repeating it changes nothing."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    reason: _builtins.str
-    """For people; may be empty."""
+    FAILURE_FIELD_NUMBER: _builtins.int
+    QUIET_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    quiet: _builtins.bool
+    """The receiver proves that no read of its own is or will be under way; false: some may be."""
+    fence: _builtins.int
+    """The fence of the grant; zero: none was sent."""
     @_builtins.property
     def key(self) -> _common_pb2.TransferKey:
         """The attempt; absence is refused."""
 
     @_builtins.property
     def origin(self) -> _common_pb2.WorkerId:
-        """The worker that asks; absence is refused."""
+        """The receiver; absence is refused."""
+
+    @_builtins.property
+    def failure(self) -> Global___Failure:
+        """Why; absence is refused."""
 
     def __init__(
         self,
         *,
         key: _common_pb2.TransferKey | None = ...,
         origin: _common_pb2.WorkerId | None = ...,
-        reason: _builtins.str = ...,
+        failure: Global___Failure | None = ...,
+        quiet: _builtins.bool = ...,
+        fence: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "origin", b"origin"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "key", b"key", "origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "origin", b"origin", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "fence", b"fence", "key", b"key", "origin", b"origin", "quiet", b"quiet"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
+class Renewal(_message.Message):
+    """The origin stands by these attempts. One that is not open at the other end is answered at once with its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    SIDE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    side: Global___Side.ValueType
+    """What it is in these attempts; unspecified is refused."""
+    lease_seconds: _builtins.float
+    """Seconds from now that the other end may count on them; zero is refused."""
+    @_builtins.property
+    def origin(self) -> _common_pb2.WorkerId:
+        """The worker that speaks; absence is refused."""
+
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TransferKey]:
+        """The attempts, 1 to 4096 of them."""
+
+    def __init__(
+        self,
+        *,
+        origin: _common_pb2.WorkerId | None = ...,
+        side: Global___Side.ValueType = ...,
+        keys: _abc.Iterable[_common_pb2.TransferKey] | None = ...,
+        lease_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_seconds", b"lease_seconds", "origin", b"origin", "side", b"side"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Renewal: _TypeAlias = Renewal  # noqa: Y015
+
+@_typing.final
 class ChannelMessage(_message.Message):
-    """One thing said on the stream, in either direction."""
+    """One thing said on the stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -333,6 +495,8 @@ class ChannelMessage(_message.Message):
     GRANT_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    PERMIT_FIELD_NUMBER: _builtins.int
+    RENEWAL_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Zero for the first message of this direction of the stream, then one more for each."""
     @_builtins.property
@@ -341,7 +505,7 @@ class ChannelMessage(_message.Message):
 
     @_builtins.property
     def grant(self) -> Global___Grant:
-        """Permission to write; only from receiver to sender."""
+        """Pages to fill; only from receiver to sender."""
 
     @_builtins.property
     def result(self) -> Global___Result:
@@ -349,7 +513,15 @@ class ChannelMessage(_message.Message):
 
     @_builtins.property
     def cancel(self) -> Global___Cancel:
-        """Stop an attempt."""
+        """Stop an attempt; only from receiver to sender."""
+
+    @_builtins.property
+    def permit(self) -> Global___Permit:
+        """Pages to read; only from sender to receiver."""
+
+    @_builtins.property
+    def renewal(self) -> Global___Renewal:
+        """Attempts that go on; in either direction, with the side of the one who speaks."""
 
     def __init__(
         self,
@@ -359,12 +531,14 @@ class ChannelMessage(_message.Message):
         grant: Global___Grant | None = ...,
         result: Global___Result | None = ...,
         cancel: Global___Cancel | None = ...,
+        permit: Global___Permit | None = ...,
+        renewal: Global___Renewal | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel", b"cancel", "grant", b"grant", "hello", b"hello", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel", b"cancel", "grant", b"grant", "hello", b"hello", "permit", b"permit", "renewal", b"renewal", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel", b"cancel", "grant", b"grant", "hello", b"hello", "result", b"result", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel", b"cancel", "grant", b"grant", "hello", b"hello", "permit", b"permit", "renewal", b"renewal", "result", b"result", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "grant", "result", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "grant", "result", "cancel", "permit", "renewal"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

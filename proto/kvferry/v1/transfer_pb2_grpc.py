@@ -46,7 +46,8 @@ class TransferServicer:
 
     def Channel(self, request_iterator, context):
         """Opened by the receiver of pages to their sender, and kept open as long as both live. The receiver says hello,
-        grants and cancels; the sender says hello, results and cancels. The first message each way is a hello.
+        grants, cancels and renews; the sender says hello, permits, results and renews. The first message each way is a
+        hello.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

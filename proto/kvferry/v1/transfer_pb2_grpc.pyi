@@ -16,7 +16,8 @@ class TransferStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Channel: _aio.StreamStreamMultiCallable[_transfer_pb2.ChannelRequest, _transfer_pb2.ChannelResponse]
     """Opened by the receiver of pages to their sender, and kept open as long as both live. The receiver says hello,
-    grants and cancels; the sender says hello, results and cancels. The first message each way is a hello.
+    grants, cancels and renews; the sender says hello, permits, results and renews. The first message each way is a
+    hello.
     """
 
 class TransferServicer(metaclass=_abc_1.ABCMeta):
@@ -27,7 +28,8 @@ class TransferServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_abc.AsyncIterator[_transfer_pb2.ChannelRequest], _abc.AsyncIterator[_transfer_pb2.ChannelResponse]],
     ) -> _abc.AsyncIterator[_transfer_pb2.ChannelResponse]:
         """Opened by the receiver of pages to their sender, and kept open as long as both live. The receiver says hello,
-        grants and cancels; the sender says hello, results and cancels. The first message each way is a hello.
+        grants, cancels and renews; the sender says hello, permits, results and renews. The first message each way is a
+        hello.
         """
 
 def add_TransferServicer_to_server(servicer: TransferServicer, server: _aio.Server) -> None: ...

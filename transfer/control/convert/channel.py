@@ -1,11 +1,26 @@
-"""What travels on a transfer channel: hello, grant, result, cancel."""
+"""What travels on a transfer channel: hello, grant, permit, result, cancel, renewal."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvferry.cache.page_table import BlockLists, EpochList, SlotList
 from kvferry.transfer.control.convert import checks, common
 from kvferry.transfer.control.handlers import ChannelBody, Envelope, Hello
-from kvferry.transfer.types import AuxRecord, Cancel, Failure, Grant, PromptId, ResultStatus, TransferResult
+from kvferry.transfer.types import (
+    MAX_RENEWED,
+    AuxRecord,
+    Cancel,
+    Direction,
+    Failure,
+    Grant,
+    Permit,
+    PromptId,
+    Renewal,
+    ResultStatus,
+    Side,
+    TransferResult,
+)
 from kvferry.v1 import transfer_pb2 as pb
 
 MAX_LAYER_GROUPS = 256
@@ -13,6 +28,10 @@ MAX_BLOCKS = 1 << 21
 ENTRY_BYTES = 4
 MAX_FIRST_TOKENS = 1024
 DIGEST_BYTES = 32
+MAX_FAILURE_CHARS = 4096
+"""Of each text of a failure: thousands of failures are remembered."""
+
+MAX_FENCE = (1 << 64) - 1
 
 _STATUSES = {
     pb.RESULT_STATUS_OK: ResultStatus.OK,
@@ -20,6 +39,10 @@ _STATUSES = {
     pb.RESULT_STATUS_CANCELLED: ResultStatus.CANCELLED,
 }
 _STATUS_NUMBERS = {status: number for number, status in _STATUSES.items()}
+_DIRECTIONS = {pb.DIRECTION_PUSH: Direction.PUSH, pb.DIRECTION_PULL: Direction.PULL}
+_DIRECTION_NUMBERS = {direction: number for number, direction in _DIRECTIONS.items()}
+_SIDES = {pb.SIDE_SENDER: Side.SENDER, pb.SIDE_RECEIVER: Side.RECEIVER}
+_SIDE_NUMBERS = {side: number for number, side in _SIDES.items()}
 
 
 @checks.outgoing
@@ -41,10 +64,14 @@ def body_to_wire(body: ChannelBody) -> pb.ChannelMessage:
             return pb.ChannelMessage(hello=hello_to_wire(body))
         case Grant():
             return pb.ChannelMessage(grant=grant_to_wire(body))
+        case Permit():
+            return pb.ChannelMessage(permit=permit_to_wire(body))
         case TransferResult():
             return pb.ChannelMessage(result=result_to_wire(body))
         case Cancel():
             return pb.ChannelMessage(cancel=cancel_to_wire(body))
+        case Renewal():
+            return pb.ChannelMessage(renewal=renewal_to_wire(body))
 
 
 def envelope_from_wire(message: pb.ChannelMessage) -> Envelope:
@@ -57,10 +84,14 @@ def _body_from_wire(message: pb.ChannelMessage) -> ChannelBody:
             return hello_from_wire(message.hello)
         case "grant":
             return grant_from_wire(message.grant)
+        case "permit":
+            return permit_from_wire(message.permit)
         case "result":
             return result_from_wire(message.result)
-        case _:
+        case "cancel":
             return cancel_from_wire(message.cancel)
+        case _:
+            return renewal_from_wire(message.renewal)
 
 
 def hello_to_wire(hello: Hello) -> pb.Hello:
@@ -87,10 +118,11 @@ def grant_to_wire(grant: Grant) -> pb.Grant:
         receiver=common.worker_to_wire(grant.receiver),
         prompt_tokens=grant.prompt.num_tokens,
         prompt_digest=grant.prompt.digest,
-        layer_groups=[
-            _blocks_to_wire(slots, epochs) for slots, epochs in zip(grant.pages.slots, grant.pages.epochs, strict=True)
-        ],
+        layer_groups=_pages_to_wire(grant.pages),
         timeout_seconds=grant.timeout_seconds,
+        request_id=grant.request_id,
+        direction=_DIRECTION_NUMBERS[grant.direction],
+        early=grant.early,
     )
 
 
@@ -102,18 +134,49 @@ def grant_from_wire(message: pb.Grant) -> Grant:
         sender=common.worker_from_wire(message.sender),
         receiver=common.worker_from_wire(message.receiver),
         prompt=_prompt_from_wire(message),
-        pages=_pages_from_wire(message),
+        pages=_pages_from_wire("Grant.layer_groups", message.layer_groups),
         timeout_seconds=checks.seconds("Grant.timeout_seconds", message.timeout_seconds),
+        request_id=common.request_id("Grant.request_id", message.request_id),
+        direction=checks.known("Grant.direction", message.direction, _DIRECTIONS),
+        early=message.early,
     )
+
+
+def permit_to_wire(permit: Permit) -> pb.Permit:
+    return pb.Permit(
+        key=common.key_to_wire(permit.key),
+        sender=common.worker_to_wire(permit.sender),
+        receiver=common.worker_to_wire(permit.receiver),
+        fence=permit.fence,
+        layer_groups=_pages_to_wire(permit.pages),
+        timeout_seconds=permit.timeout_seconds,
+    )
+
+
+def permit_from_wire(message: pb.Permit) -> Permit:
+    for field in ("key", "sender", "receiver"):
+        checks.present(message, field)
+    return Permit(
+        key=common.key_from_wire(message.key),
+        sender=common.worker_from_wire(message.sender),
+        receiver=common.worker_from_wire(message.receiver),
+        fence=checks.count("Permit.fence", message.fence, low=1, high=MAX_FENCE),
+        pages=_pages_from_wire("Permit.layer_groups", message.layer_groups),
+        timeout_seconds=checks.seconds("Permit.timeout_seconds", message.timeout_seconds),
+    )
+
+
+def _pages_to_wire(pages: BlockLists) -> list[pb.LayerGroupBlocks]:
+    return [_blocks_to_wire(slots, epochs) for slots, epochs in zip(pages.slots, pages.epochs, strict=True)]
 
 
 def _blocks_to_wire(slots: SlotList, epochs: EpochList) -> pb.LayerGroupBlocks:
     return pb.LayerGroupBlocks(slot_ids=slots.astype("<i4").tobytes(), slot_epochs=epochs.astype("<u4").tobytes())
 
 
-def _pages_from_wire(message: pb.Grant) -> BlockLists:
-    checks.sized("Grant.layer_groups", message.layer_groups, low=1, high=MAX_LAYER_GROUPS)
-    lists = [_blocks_from_wire(blocks) for blocks in message.layer_groups]
+def _pages_from_wire(field: str, layer_groups: Sequence[pb.LayerGroupBlocks]) -> BlockLists:
+    checks.sized(field, layer_groups, low=1, high=MAX_LAYER_GROUPS)
+    lists = [_blocks_from_wire(blocks) for blocks in layer_groups]
     return BlockLists(tuple(slots for slots, _ in lists), tuple(epochs for _, epochs in lists))
 
 
@@ -142,7 +205,7 @@ def result_to_wire(result: TransferResult) -> pb.Result:
         sender=common.worker_to_wire(result.sender),
         receiver=common.worker_to_wire(result.receiver),
         status=_STATUS_NUMBERS[result.status],
-        slot_epochs=result.epochs,
+        fence=result.fence,
         quiet=result.quiet,
         wire=common.wire_report_to_wire(result.wire),
         aux=None if result.aux is None else aux_to_wire(result.aux),
@@ -153,9 +216,6 @@ def result_to_wire(result: TransferResult) -> pb.Result:
 def result_from_wire(message: pb.Result) -> TransferResult:
     for field in ("key", "sender", "receiver", "wire"):
         checks.present(message, field)
-    checks.sized("Result.slot_epochs", message.slot_epochs, high=MAX_LAYER_GROUPS)
-    for packed in message.slot_epochs:
-        _check_packed("Result.slot_epochs", packed)
     status = checks.known("Result.status", message.status, _STATUSES)
     _check_outcome(message, status)
     return TransferResult(
@@ -163,7 +223,7 @@ def result_from_wire(message: pb.Result) -> TransferResult:
         sender=common.worker_from_wire(message.sender),
         receiver=common.worker_from_wire(message.receiver),
         status=status,
-        epochs=tuple(message.slot_epochs),
+        fence=message.fence,
         quiet=message.quiet,
         wire=common.wire_report_from_wire(message.wire),
         aux=aux_from_wire(message.aux) if message.HasField("aux") else None,
@@ -173,6 +233,7 @@ def result_from_wire(message: pb.Result) -> TransferResult:
 
 def _check_outcome(message: pb.Result, status: ResultStatus) -> None:
     succeeded, has_failure = status is ResultStatus.OK, message.HasField("failure")
+    checks.require(message.fence > 0 or not succeeded, "Result.fence", message.fence, "it must not be 0 when ok")
     checks.require(message.HasField("aux") == succeeded, "Result.aux", status.value, "it is present exactly when ok")
     checks.require(not (succeeded and has_failure), "Result.failure", status.value, "it must be absent when ok")
     needed = status is ResultStatus.FAILED
@@ -203,15 +264,24 @@ def aux_from_wire(message: pb.AuxRecord) -> AuxRecord:
 
 def _failure_to_wire(failure: Failure) -> pb.Failure:
     return pb.Failure(
-        code=failure.code, phase=common.phase_to_wire(failure.phase), message=checks.clipped(failure.message)
+        code=failure.code,
+        phase=common.phase_to_wire(failure.phase),
+        message=checks.clipped(failure.message, max_chars=MAX_FAILURE_CHARS),
+        hint=checks.clipped(failure.hint, max_chars=MAX_FAILURE_CHARS),
+        layer_groups=failure.layer_groups,
     )
 
 
 def _failure_from_wire(message: pb.Failure) -> Failure:
+    checks.sized("Failure.layer_groups", message.layer_groups, high=MAX_LAYER_GROUPS)
     return Failure(
         code=checks.name("Failure.code", message.code),
         phase=common.phase_from_wire("Failure.phase", message.phase),
-        message=checks.text("Failure.message", message.message),
+        message=checks.text("Failure.message", message.message, max_chars=MAX_FAILURE_CHARS),
+        hint=checks.text("Failure.hint", message.hint, max_chars=MAX_FAILURE_CHARS),
+        layer_groups=tuple(
+            checks.count("Failure.layer_groups", group, high=MAX_LAYER_GROUPS - 1) for group in message.layer_groups
+        ),
     )
 
 
@@ -219,15 +289,39 @@ def cancel_to_wire(cancel: Cancel) -> pb.Cancel:
     return pb.Cancel(
         key=common.key_to_wire(cancel.key),
         origin=common.worker_to_wire(cancel.origin),
-        reason=checks.clipped(cancel.reason),
+        failure=_failure_to_wire(cancel.failure),
+        fence=cancel.fence,
+        quiet=cancel.quiet,
     )
 
 
 def cancel_from_wire(message: pb.Cancel) -> Cancel:
-    checks.present(message, "key")
-    checks.present(message, "origin")
+    for field in ("key", "origin", "failure"):
+        checks.present(message, field)
     return Cancel(
         key=common.key_from_wire(message.key),
         origin=common.worker_from_wire(message.origin),
-        reason=checks.text("Cancel.reason", message.reason),
+        failure=_failure_from_wire(message.failure),
+        fence=message.fence,
+        quiet=message.quiet,
+    )
+
+
+def renewal_to_wire(renewal: Renewal) -> pb.Renewal:
+    return pb.Renewal(
+        origin=common.worker_to_wire(renewal.origin),
+        side=_SIDE_NUMBERS[renewal.side],
+        keys=[common.key_to_wire(key) for key in renewal.keys],
+        lease_seconds=renewal.lease_seconds,
+    )
+
+
+def renewal_from_wire(message: pb.Renewal) -> Renewal:
+    checks.present(message, "origin")
+    checks.sized("Renewal.keys", message.keys, low=1, high=MAX_RENEWED)
+    return Renewal(
+        origin=common.worker_from_wire(message.origin),
+        side=checks.known("Renewal.side", message.side, _SIDES),
+        keys=tuple(common.key_from_wire(key) for key in message.keys),
+        lease_seconds=checks.seconds("Renewal.lease_seconds", message.lease_seconds),
     )

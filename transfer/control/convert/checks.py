@@ -47,9 +47,9 @@ def text(field: str, value: str, *, max_chars: int = MAX_TEXT_CHARS) -> str:
     return value
 
 
-def clipped(value: str) -> str:
+def clipped(value: str, *, max_chars: int = MAX_TEXT_CHARS) -> str:
     """Our own sentence for people, cut to what the other side accepts."""
-    return value if len(value) <= MAX_TEXT_CHARS else value[: MAX_TEXT_CHARS - 3] + "..."
+    return value if len(value) <= max_chars else value[: max_chars - 3] + "..."
 
 
 def name(field: str, value: str, *, max_chars: int = MAX_NAME_CHARS) -> str:

@@ -8,6 +8,7 @@ from kvferry.transfer.types import Phase, Role, TransferKey, Usage, WireReport, 
 from kvferry.v1 import common_pb2 as pb
 
 MAX_WORKER_NAME_CHARS = 128
+MAX_REQUEST_ID_CHARS = 256
 MAX_INCARNATION = (1 << 63) - 1
 TRANSFER_ID_BYTES = 16
 MAX_ATTEMPT = (1 << 31) - 1
@@ -65,6 +66,11 @@ def key_from_wire(message: pb.TransferKey) -> TransferKey:
     rule = f"it must be {TRANSFER_ID_BYTES} bytes"
     checks.require(len(raw) == TRANSFER_ID_BYTES, "TransferKey.transfer_id", raw, rule)
     return TransferKey(raw.hex(), checks.count("TransferKey.attempt", message.attempt, low=1, high=MAX_ATTEMPT))
+
+
+def request_id(field: str, value: str) -> str:
+    """Empty, or short and printable: it stands in log lines."""
+    return checks.name(field, value, max_chars=MAX_REQUEST_ID_CHARS) if value else value
 
 
 def usage_to_wire(usage: Usage) -> pb.Usage:

@@ -15,7 +15,6 @@ from kvferry.transfer.inference import (
 )
 from kvferry.v1 import inference_pb2 as pb
 
-MAX_REQUEST_ID_CHARS = 256
 MAX_PROMPT_CHARS = 8 << 20
 MAX_SALT_CHARS = 256
 MAX_TEMPERATURE = 1000.0
@@ -58,6 +57,8 @@ def call_to_wire(call: GenerateCall) -> pb.GenerateCall:
         message.text = call.prompt
     else:
         message.token_ids.CopyFrom(pb.TokenIds(ids=call.prompt_token_ids))
+    if call.key is not None:
+        message.key.CopyFrom(common.key_to_wire(call.key))
     return message
 
 
@@ -65,13 +66,14 @@ def call_from_wire(message: pb.GenerateCall) -> GenerateCall:
     checks.present(message, "sampling")
     prompt, token_ids = _prompt_from_wire(message)
     return GenerateCall(
-        request_id=_request_id("GenerateCall.request_id", message.request_id),
+        request_id=common.request_id("GenerateCall.request_id", message.request_id),
         prompt=prompt,
         prompt_token_ids=token_ids,
         chat=message.chat,
         sampling=_sampling_from_wire(message.sampling),
         timeout_seconds=checks.seconds("GenerateCall.timeout_seconds", message.timeout_seconds),
         cache_salt=checks.text("GenerateCall.cache_salt", message.cache_salt, max_chars=MAX_SALT_CHARS),
+        key=common.key_from_wire(message.key) if message.HasField("key") else None,
     )
 
 
@@ -90,6 +92,7 @@ def prefill_reply_to_wire(reply: PrefillReply) -> pb.PrefillResponse:
         prompt_token_ids=reply.prompt_token_ids,
         queue_seconds=reply.queue_seconds,
         prefill_seconds=reply.prefill_seconds,
+        lease_seconds=reply.lease_seconds,
         cached_tokens=reply.cached_tokens,
     )
 
@@ -104,6 +107,7 @@ def prefill_reply_from_wire(message: pb.PrefillResponse) -> PrefillReply:
         prompt_token_ids=prompt,
         queue_seconds=checks.seconds("PrefillResponse.queue_seconds", message.queue_seconds, zero=True),
         prefill_seconds=checks.seconds("PrefillResponse.prefill_seconds", message.prefill_seconds, zero=True),
+        lease_seconds=checks.seconds("PrefillResponse.lease_seconds", message.lease_seconds),
         cached_tokens=checks.count("PrefillResponse.cached_tokens", message.cached_tokens, high=len(prompt)),
     )
 
@@ -118,6 +122,7 @@ def decode_call_to_wire(call: DecodeCall) -> pb.DecodeRequest:
         sampling=_sampling_to_wire(call.sampling),
         timeout_seconds=call.timeout_seconds,
         cache_salt=call.cache_salt,
+        early=call.early,
     )
 
 
@@ -125,14 +130,34 @@ def decode_call_from_wire(message: pb.DecodeRequest) -> DecodeCall:
     for field in ("key", "sender", "sampling"):
         checks.present(message, field)
     return DecodeCall(
-        request_id=_request_id("DecodeRequest.request_id", message.request_id),
+        request_id=common.request_id("DecodeRequest.request_id", message.request_id),
         key=common.key_from_wire(message.key),
         sender=common.worker_from_wire(message.sender),
         prompt_token_ids=common.tokens_from_wire("DecodeRequest.prompt_token_ids", message.prompt_token_ids, low=1),
         sampling=_sampling_from_wire(message.sampling),
         timeout_seconds=checks.seconds("DecodeRequest.timeout_seconds", message.timeout_seconds),
         cache_salt=checks.text("DecodeRequest.cache_salt", message.cache_salt, max_chars=MAX_SALT_CHARS),
+        early=message.early,
     )
+
+
+@checks.outgoing
+def tokenize_to_wire(prompt: str, chat: bool) -> pb.TokenizeRequest:
+    return pb.TokenizeRequest(prompt=prompt, chat=chat)
+
+
+def tokenize_from_wire(message: pb.TokenizeRequest) -> tuple[str, bool]:
+    """The text and whether it is a chat's turn. Empty passes, as in a call."""
+    return checks.text("TokenizeRequest.prompt", message.prompt, max_chars=MAX_PROMPT_CHARS), message.chat
+
+
+@checks.outgoing
+def tokens_to_wire(token_ids: tuple[int, ...]) -> pb.TokenizeResponse:
+    return pb.TokenizeResponse(token_ids=token_ids)
+
+
+def tokens_from_wire(message: pb.TokenizeResponse) -> tuple[int, ...]:
+    return common.tokens_from_wire("TokenizeResponse.token_ids", message.token_ids)
 
 
 @checks.outgoing
@@ -209,8 +234,3 @@ def _timings_from_wire(message: pb.Timings) -> Timings:
             "Timings.first_decode_step_seconds", message.first_decode_step_seconds, zero=True
         ),
     )
-
-
-def _request_id(field: str, value: str) -> str:
-    """Empty, or short and printable: it stands in log lines."""
-    return checks.name(field, value, max_chars=MAX_REQUEST_ID_CHARS) if value else value

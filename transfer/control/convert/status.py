@@ -26,6 +26,7 @@ def status_to_wire(status: WorkerStatus) -> pb.WorkerStatus:
         peers=[_peer_to_wire(peer) for peer in status.peers],
         integrity=checks.clipped(status.integrity),
         process_id=status.process_id,
+        condition=checks.clipped(status.condition),
     )
 
 
@@ -33,7 +34,8 @@ def status_from_wire(message: pb.WorkerStatus) -> WorkerStatus:
     checks.present(message, "worker")
     checks.sized("WorkerStatus.pool_groups", message.pool_groups, high=MAX_POOL_GROUPS)
     checks.sized("WorkerStatus.peers", message.peers, high=MAX_PEERS)
-    checks.require(bool(message.integrity), "WorkerStatus.integrity", message.integrity, "it must not be empty")
+    for field, story in (("integrity", message.integrity), ("condition", message.condition)):
+        checks.require(bool(story), f"WorkerStatus.{field}", story, "it must not be empty")
     return WorkerStatus(
         worker=common.worker_from_wire(message.worker),
         role=common.role_from_wire("WorkerStatus.role", message.role),
@@ -49,6 +51,7 @@ def status_from_wire(message: pb.WorkerStatus) -> WorkerStatus:
         peers=tuple(_peer_from_wire(peer) for peer in message.peers),
         integrity=checks.text("WorkerStatus.integrity", message.integrity),
         process_id=checks.count("WorkerStatus.process_id", message.process_id, low=1),
+        condition=checks.text("WorkerStatus.condition", message.condition),
     )
 
 

@@ -1,0 +1,29 @@
+"""Attempts that are over here, or were stopped before they began: a bounded memory."""
+
+from kvferry.transfer.types import Failure, TransferKey
+
+MAX_REMEMBERED = 4096
+
+
+class EndedAttempts:
+    """The latest attempts that must not be opened here again, and why.
+
+    The oldest is forgotten when there are too many. Nothing unsafe follows: what comes late for it is refused for other
+    reasons, only later and with a less exact answer.
+    """
+
+    def __init__(self, limit: int = MAX_REMEMBERED) -> None:
+        self._limit = limit
+        self._reasons: dict[TransferKey, Failure] = {}
+
+    def __len__(self) -> int:
+        return len(self._reasons)
+
+    def remember(self, key: TransferKey, failure: Failure) -> None:
+        """The first reason stays."""
+        self._reasons.setdefault(key, failure)
+        if len(self._reasons) > self._limit:
+            del self._reasons[next(iter(self._reasons))]
+
+    def find(self, key: TransferKey) -> Failure | None:
+        return self._reasons.get(key)
