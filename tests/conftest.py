@@ -61,3 +61,17 @@ def no_process_left() -> Iterator[None]:
     if left:
         killed = end(left, _PROCESS_GRACE_SECONDS)
         assert not killed, f"the test left processes behind: {sorted(killed.items())}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what explorations covered: a number that falls is a test that got weaker."""
+    reports = terminalreporter.getreports("passed")
+    lines = [
+        f"{report.nodeid}: {value}"
+        for report in reports
+        for name, value in report.user_properties
+        if name == "explored"
+    ]
+    if lines:
+        terminalreporter.section("explored")
+        terminalreporter.write_line("\n".join(lines))

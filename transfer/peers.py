@@ -3,7 +3,7 @@
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from kvferry.cache.errors import IncompatiblePeer, RemoteProtocolError
+from kvferry.cache.errors import IncompatiblePeer, KVError, RemoteProtocolError
 from kvferry.transfer import compatibility
 from kvferry.transfer.plan import PairPlanner, run_list
 from kvferry.transfer.transport.base import DescriptorList, Transport
@@ -19,7 +19,8 @@ class Peer:
 
     Attributes:
         channels: live control streams with it; None before the first since it was paired.
-        lost_at: when the last stream was lost, on the transceiver's clock, in seconds.
+        lost_at: when the last stream was lost, on the transceiver's clock, in seconds; before the first stream, when it
+            was first missed, and 0 before that.
         broken: a write to it failed, and its lane has to be wired again.
     """
 
@@ -60,16 +61,36 @@ class PeerBook:
         known = self._peers.get(info.worker)
         if known is not None and not known.broken:
             # It is about to open a stream: a loss that is noticed late belongs to an earlier one.
-            known.channels = known.channels or None
+            if not known.channels:
+                known.channels, known.lost_at = None, 0.0
             return
+        self._check_agent(info)
         for stale in [worker for worker in self._peers if worker.name == info.worker.name]:
             self.forget(stale)
-        agent = self._transport.connect(info.agent_metadata)
-        if agent != info.agent_name:
-            raise RemoteProtocolError(f"{info.worker} says agent {info.agent_name!r}, its metadata says {agent!r}")
-        runs = self._transport.prepare(agent, run_list(info.page_table.pools, _device_index(info)))
+        self._peers[info.worker] = self._wired(info)
+
+    def _check_agent(self, info: RankInfo) -> None:
+        """Forgetting one of two workers that share an agent would cut off the other."""
+        for peer in self._peers.values():
+            if peer.agent == info.agent_name and peer.info.worker.name != info.worker.name:
+                raise RemoteProtocolError(
+                    f"{info.worker} says agent {info.agent_name!r}, which is that of {peer.info.worker}: every worker "
+                    "has an agent of its own"
+                )
+
+    def _wired(self, info: RankInfo) -> Peer:
+        """Connect to a peer's agent; when its memory is not what it says, disconnect again."""
         planner = PairPlanner(self._local.page_table, info.page_table)
-        self._peers[info.worker] = Peer(info, agent, planner, runs)
+        agent = self._transport.connect(info.agent_metadata)
+        try:
+            if agent != info.agent_name:
+                raise RemoteProtocolError(f"{info.worker} says agent {info.agent_name!r}, its metadata says {agent!r}")
+            runs = self._transport.prepare(agent, run_list(info.page_table.pools, _device_index(info)))
+        except KVError:
+            if all(peer.agent != agent for peer in self._peers.values()):
+                self._transport.disconnect(agent)
+            raise
+        return Peer(info, agent, planner, runs)
 
     def find(self, worker: WorkerId) -> Peer | None:
         return self._peers.get(worker)
@@ -90,7 +111,9 @@ class PeerBook:
     def forget_lost(self, now: float, in_use: Container[WorkerId]) -> None:
         """Drop peers that have had no stream for a while, unless an attempt still refers to them."""
         for worker, peer in tuple(self._peers.items()):
-            if peer.channels == 0 and now >= peer.lost_at + FORGET_SECONDS and worker not in in_use:
+            if peer.channels is None and not peer.lost_at:
+                peer.lost_at = now
+            if not peer.channels and now >= peer.lost_at + FORGET_SECONDS and worker not in in_use:
                 self.forget(worker)
 
     def forget(self, worker: WorkerId) -> None:

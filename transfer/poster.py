@@ -126,6 +126,9 @@ class Poster:
         job.under_way.append(post)
 
     def _poll(self, job: PostJob) -> bool:
+        if job not in self._queues.get(job.peer, ()):
+            # Stopped meanwhile, by what another job's end led to.
+            return False
         before = len(job.under_way)
         for post in list(job.under_way):
             state = self._transport.poll(post)

@@ -153,6 +153,7 @@ class Receiver:
             log.warning("permit of %s for transfer %s ignored: nothing waits for it", peer, permit.key)
             return
         try:
+            fencing.check_ends(permit.sender, permit.receiver, peer, self._worker)
             fencing.check_fence(permit.fence, source.grant)
             source.plan = self._plan(source, source.grant, permit)
         except RemoteProtocolError as error:

@@ -85,8 +85,8 @@ class Sender:
         return len(self._sendings)
 
     def peers(self) -> set[WorkerId]:
-        """Receivers that an open attempt is granted to."""
-        return {sending.grant.receiver for sending in self._sendings.values() if sending.grant is not None}
+        """Receivers that an open attempt is granted to, or that stand by one."""
+        return {sending.receiver for sending in self._sendings.values() if sending.receiver is not None}
 
     def renewals(self) -> Iterator[tuple[WorkerId, TransferKey]]:
         """Attempts this side stands by, and who counts on them."""
@@ -323,7 +323,8 @@ class Sender:
 
     def _peer(self, grant: Grant) -> Peer:
         peer = self._peers.find(grant.receiver)
-        if grant.sender != self._worker or peer is None:
+        fencing.check_life(grant.sender.incarnation, self._worker)
+        if grant.sender.name != self._worker.name or peer is None:
             raise RemoteProtocolError(
                 f"grant names sender {grant.sender} and receiver {grant.receiver}, this is {self._worker}, "
                 f"which is {'not ' if peer is None else ''}paired with that receiver"
@@ -411,6 +412,9 @@ class Sender:
         hint = "ask for a new prefill: a key serves one attempt"
         failure = Failure("unknown_transfer", Phase.GRANT, f"transfer {grant.key} is {state}", hint)
         log.warning("grant from %s refused: %s", peer, failure.message)
+        if sending is None:
+            # The answer says that nothing was and will be written: so it must stay.
+            self._ended.remember(grant.key, failure)
         # A grant that was never served exposes nothing, unless it repeats one that was.
         quiet = self._is_delivered(grant.key) if sending is None else sending.receiver != peer
         self._send(peer, self._refusal(peer, grant.key, grant.fence, failure, quiet=quiet))

@@ -62,6 +62,16 @@ class LetsGo(LoopbackTransport):
         return PostState.FAILED if type(self).failing else state
 
 
+class FailsLater(LoopbackTransport):
+    """Posts are under way until the test says that they failed."""
+
+    failing = False
+
+    def poll(self, post: Post) -> PostState:
+        super().poll(post)
+        return PostState.FAILED if type(self).failing else PostState.IN_PROGRESS
+
+
 class Slow(LoopbackTransport):
     """Writes are under way until the test says that they are over, and cannot be taken back before."""
 

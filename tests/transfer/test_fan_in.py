@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from kvferry.cache.errors import PeerLost, TransferError
 from kvferry.transfer.transceiver import Transceiver
 from kvferry.transfer.transport.loopback import LoopbackTransport
-from kvferry.transfer.types import Cancel, Role, TransferKey, WorkerId
+from kvferry.transfer.types import Cancel, Direction, Role, TransferKey, WorkerId
 from tests.helpers import wait_until
-from tests.transfer.bending import lose, total_quarantined
+from tests.transfer.bending import FailsLater, lose, sweep, total_quarantined
 from tests.transfer.pairs import (
     PROMPT_TOKENS,
     WAIT_SECONDS,
@@ -103,3 +103,27 @@ def test_lost_sender_keeps_the_pages_in_doubt_although_the_other_one_is_done() -
         running.receiver.bend = lambda message: message
         running.receiver.transceiver.on_channel_up(OTHER)
         wait_until(running.receiver.is_empty, WAIT_SECONDS, "the other one says that it wrote nothing")
+
+
+def test_failed_read_from_one_sender_stops_the_reads_from_the_other() -> None:
+    FailsLater.failing = False
+    with pair(FailsLater) as running, second_sender(running) as other:
+        key = running.key()
+        offer(running.sender, key)
+        offer(other, key)
+        room = running.receiver.room(PROMPT_TOKENS)
+        running.receiver.transceiver.request(
+            key,
+            (running.sender.worker, OTHER),
+            room.pages(PROMPT_TOKENS),
+            prompt_of(PROMPT_TOKENS),
+            60.0,
+            direction=Direction.PULL,
+        )
+        room.close()
+        jobs = running.receiver.transceiver._driver._poster._jobs
+        wait_until(lambda: sum(bool(job.under_way) for job in jobs()) == 2, WAIT_SECONDS, "both reads are under way")
+        FailsLater.failing = True
+        assert "read_failed" in str(running.wait_outcome(running.receiver).error)
+        sweep(running)
+        assert running.receiver.transceiver.failure is None

@@ -2,7 +2,11 @@
 
 import dataclasses
 
+import pytest
+
+from kvferry.cache.errors import KVError, RemoteProtocolError
 from kvferry.transfer.peers import FORGET_SECONDS
+from kvferry.transfer.types import RankInfo, WorkerId
 from tests.helpers import wait_until
 from tests.transfer.bending import (
     LetsGo,
@@ -89,3 +93,47 @@ def test_failed_write_hangs_up_and_the_next_pairing_wires_the_lane_again() -> No
             "it works again",
         )
         running.clock.now += 1.0
+
+
+def test_second_worker_with_the_agent_of_another_is_refused() -> None:
+    with pair() as running:
+        info = running.receiver.transceiver.info
+        twin = dataclasses.replace(info, worker=WorkerId("twin", 7))
+        with pytest.raises(RemoteProtocolError, match=f"which is that of {info.worker}"):
+            running.sender.transceiver.pair(twin).result(WAIT_SECONDS)
+        assert paired_names(running, running.sender) == {"d"}
+        start_transfer(running)
+        assert running.wait_outcome(running.receiver).error is None
+
+
+def misnamed(info: RankInfo) -> RankInfo:
+    return dataclasses.replace(info, agent_name="other")
+
+
+def misplaced(info: RankInfo) -> RankInfo:
+    pools = tuple(dataclasses.replace(pool, base=pool.base + (1 << 30)) for pool in info.page_table.pools)
+    return dataclasses.replace(info, page_table=dataclasses.replace(info.page_table, pools=pools))
+
+
+@pytest.mark.parametrize("lie", [misnamed, misplaced])
+def test_pairing_that_fails_leaves_no_connection_behind(lie: object) -> None:
+    with pair() as running:
+        transceiver, info = running.sender.transceiver, running.receiver.transceiver.info
+        transceiver._reactor.call(lambda: transceiver._peers.forget(info.worker)).result(WAIT_SECONDS)
+        with pytest.raises(KVError):
+            transceiver.pair(lie(info)).result(WAIT_SECONDS)  # type: ignore[operator]
+        assert not transceiver._transport._peers  # type: ignore[attr-defined]
+        transceiver.pair(info).result(WAIT_SECONDS)
+        start_transfer(running)
+        assert running.wait_outcome(running.receiver).error is None
+
+
+def test_peer_that_never_opens_a_channel_is_forgotten() -> None:
+    with pair() as running:
+        sweep(running)
+        running.clock.now += 1.0
+        sweep(running)
+        assert paired_names(running, running.sender) == {"d"}
+        running.clock.now += FORGET_SECONDS
+        wait_until(lambda: not paired_names(running, running.sender), WAIT_SECONDS, "the peer is forgotten")
+        assert running.sender.transceiver.failure is None

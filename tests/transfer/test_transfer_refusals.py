@@ -10,10 +10,11 @@ from kvferry.cache.errors import (
     TransferError,
 )
 from kvferry.transfer.outcomes import cancelled
-from kvferry.transfer.types import Cancel, Grant, PromptId, TransferResult, WorkerId
+from kvferry.transfer.types import Cancel, Direction, Grant, Permit, PromptId, TransferResult, WorkerId
 from tests.helpers import wait_until
 from tests.transfer.bending import (
     Slow,
+    lose,
     start_transfer,
     sweep,
 )
@@ -78,7 +79,7 @@ def check_refused_result(bend: "object", story: str) -> None:
         ),
         (
             lambda grant, worker: dataclasses.replace(grant, sender=dataclasses.replace(worker, incarnation=5)),
-            "grant names sender p#5",
+            "it is for incarnation 5",
         ),
         (
             lambda grant, worker: dataclasses.replace(
@@ -198,3 +199,32 @@ def test_cancel_from_a_stranger_does_not_stop_a_granted_transfer() -> None:
         assert running.sender.poll() == []
         Slow.over = True
         assert running.wait_outcome(running.receiver).error is None
+
+
+def test_permit_for_another_life_of_the_receiver_is_refused_and_nothing_is_read() -> None:
+    def age(message: Message) -> Message:
+        if isinstance(message, Permit):
+            return dataclasses.replace(message, receiver=dataclasses.replace(message.receiver, incarnation=5))
+        return message
+
+    with pair(direction=Direction.PULL) as running:
+        running.sender.bend = age
+        start_transfer(running)
+        assert "it is for incarnation 5 of this worker" in str(running.wait_outcome(running.receiver).error)
+        wait_until(lambda: running.receiver.transceiver.num_receiving == 0, WAIT_SECONDS, "nothing is open")
+
+
+def test_grant_that_was_refused_is_not_served_when_it_is_repeated_after_the_offer() -> None:
+    with pair() as running:
+        running.receiver.bend = lose(Cancel)
+        key, target = running.key(), running.receiver.room(PROMPT_TOKENS)
+        running.request(key, target)
+        assert "unknown here" in str(running.wait_outcome(running.receiver).error)
+        before = running.receiver.page_bytes(target)
+        source = running.sender.fill(PROMPT_TOKENS)
+        running.offer(key, source)
+        assert running.wait_outcome(running.sender).error is not None
+        [grant] = [message for message in running.receiver.sent if isinstance(message, Grant)]
+        running.sender.transceiver.on_grant(running.receiver.worker, grant)
+        sweep(running)
+        assert running.receiver.page_bytes(target) == before
