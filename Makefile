@@ -43,7 +43,7 @@ test: $(INSTALLED) ## the tests that need no GPU, under 10 minutes on 2 cores
 	@$(call pytest,$(TEST_LIMIT),-n $(TEST_PROCESSES) --dist loadgroup)
 
 test-full: $(INSTALLED) $(MODEL_INSTALLED) ## the long tail of the tests, under 60 minutes on 2 cores
-	@$(call pytest,$(TEST_FULL_LIMIT),-m "full and not soak and not gpu" -n $(TEST_PROCESSES) --dist loadgroup)
+	@$(call pytest,$(TEST_FULL_LIMIT),-m "full and not gpu" -n $(TEST_PROCESSES) --dist loadgroup)
 
 soak: $(INSTALLED) ## a million simulated transfers, or as ARGS="--transfers N" says; about half an hour on 2 cores
 	@PYTHONPATH=src:. timeout --foreground -k 20 $(SOAK_LIMIT) $(BIN)/python -m tests.simulation.soak $(ARGS)

@@ -14,6 +14,7 @@ from tests.simulation.settling import settle
 
 KEY = TransferKey(f"{1:032x}", 1)
 SCHEDULES = {"context_first": False, "generation_first": True}
+LONG = pytest.param("tcp", 3, marks=[pytest.mark.full, pytest.mark.timeout(1200)])
 FAULTS_TOGETHER = 2
 """The largest bound that lets all four explorations over tcp end within 90 seconds of CPU time."""
 
@@ -37,7 +38,7 @@ def settings(kind: str) -> Settings:
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 @pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize("kind, bound", [("tcp", FAULTS_TOGETHER), ("cma", 1)])
+@pytest.mark.parametrize("kind, bound", [("tcp", FAULTS_TOGETHER), ("cma", 1), LONG])
 def test_every_interleaving_keeps_every_promise(
     kind: str, bound: int, direction: Direction, schedule: str, record_property: Callable[[str, object], None]
 ) -> None:
