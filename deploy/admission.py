@@ -14,7 +14,7 @@ class Admission:
     """Admits requests to the pools of one worker.
 
     Args:
-        quarantined_slots: slots per pool group that may never come back.
+        quarantined_slots: slots per pool group that come back on proof only.
 
     Concurrency: the engine's thread.
     """
@@ -97,14 +97,13 @@ class Admission:
         return reserved_slots(self._manager.layout, total, headroom, max_rewind_tokens=rewind)
 
     def _check_fits_beside_quarantine(self, request: Request) -> None:
-        """Raise CapacityError when pages that may never come back leave too little room: waiting would not help."""
+        """Raise CapacityError when pages in quarantine leave too little room: proof may take longer than any wait."""
         need, lost = self._need(request), self._quarantined_slots()
         left = [usage.num_slots - slots for usage, slots in zip(self._manager.usage(), lost, strict=True)]
         if any(slots > room for slots, room in zip(need, left, strict=True)):
             raise CapacityError(
                 f"request {request.request_id} needs {list(need)} slots per pool group, {left} are left beside "
-                f"{list(lost)} in quarantine: restart the worker, or shorten the request",
+                f"{list(lost)} in quarantine: retry once proof brought them back, or shorten the request",
                 requested=need,
                 available=left,
-                permanent=True,
             )

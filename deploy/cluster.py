@@ -85,6 +85,8 @@ class Cluster:
         config_file = self.folder / f"{name}.yaml"
         config_file.write_text(yaml.safe_dump(dict(config)))
         endpoint_file, log_file = self.folder / f"{name}.endpoint", self.folder / f"{name}.log"
+        # An address from an earlier child of this name would be taken for the new one's.
+        endpoint_file.unlink(missing_ok=True)
         command = [*self.program, kind, "--config", str(config_file), "--endpoint-file", str(endpoint_file)]
         # Ctrl-C between the start of a child and its entry in the list would leave it behind.
         with log_file.open("wb") as log, signals_deferred():

@@ -454,7 +454,7 @@ class EngineLoop:
                 self._leave(request, request.sequence, complete=error is None)
         finally:
             request.sink.finish(error)
-            self._required().end(request, str(error))
+            self._required().end(request, error)
 
     def _leave(self, request: Request, sequence: SequenceCache, *, complete: bool) -> None:
         """Close a sequence. Where the policy leaves publishing to the end, a complete request publishes now."""

@@ -33,8 +33,8 @@ class QuarantineBound:
                 return (
                     f"pool group {index} ({self._groups[index]}) has {lost} of {num_slots} slots in quarantine, more "
                     f"than the {math.floor(self._limit * num_slots)} that transfer.quarantine_limit {self._limit:g} "
-                    "allows: they come back once the workers that may still touch them answer or are proven gone; "
-                    "restart those that do not answer, or this worker"
+                    "allows: they come back once the workers that may still touch them say that they do not, or are "
+                    "proven gone; restart those workers, or this one"
                 )
         return ""
 

@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from kvferry.cache import cursors
-from kvferry.cache.errors import CapacityError, ConfigError, TransportError
+from kvferry.cache.errors import CapacityError, ConfigError, KVError, TransportError
 from kvferry.cache.layout import CacheLayout
 from kvferry.cache.page_table import BlockLists
 from kvferry.cache.protocol import CacheManager
+from kvferry.deploy.failures import failure_of
 from kvferry.deploy.loop_settings import LoopSettings
 from kvferry.deploy.requests import Request
 from kvferry.transfer.budget import TransferBudget
-from kvferry.transfer.outcomes import TransferOutcome
+from kvferry.transfer.outcomes import TransferOutcome, cancelled
 from kvferry.transfer.transceiver import Transceiver
-from kvferry.transfer.types import AuxRecord, PromptId, Side, TransferKey
+from kvferry.transfer.types import AuxRecord, Failure, PromptId, Side, TransferKey
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Transfers:
         return len(self._granted) + len(self._held)
 
     def quarantined_slots(self) -> tuple[int, ...]:
-        """Slots per pool group that may never come back."""
+        """Slots per pool group that come back on proof only."""
         return self._transceiver.quarantined_slots()
 
     def open(self, request: Request) -> None:
@@ -80,18 +81,21 @@ class Transfers:
             self._transceiver.enlist(key, (request.decode.sender,), self._rest(request))
         self._open[key] = request
 
-    def end(self, request: Request, reason: str) -> None:
-        """A request is over: if its attempt is not, cancel it."""
+    def end(self, request: Request, error: KVError | None) -> None:
+        """A request is over: if its attempt is not, end it with the same error."""
         key = request.key
         if key is not None and self._open.get(key) is request:
             del self._open[key]
             self._granted.leave(key)
-            self.cancel(key, reason)
+            self._fail(key, failure_of(request, error))
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         """Stop an attempt on whichever side it is here. Never raises: what cannot be cancelled runs into its limits."""
+        self._fail(key, cancelled(reason))
+
+    def _fail(self, key: TransferKey, failure: Failure) -> None:
         try:
-            self._transceiver.cancel(key, reason)
+            self._transceiver.fail(key, failure)
         except (TransportError, CapacityError) as error:
             log.warning("transfer %s was not cancelled: %s", key, error)
 
@@ -108,8 +112,9 @@ class Transfers:
                     log.warning("%s", outcome.error)
             else:
                 self._granted.leave(outcome.key)
-            request = self._open.pop(outcome.key, None)
-            if request is not None:
+            request = self._open.get(outcome.key)
+            if request is not None and (request.decode is None) == (outcome.side is Side.SENDER):
+                del self._open[outcome.key]
                 heard.append((request, outcome))
         return heard
 

@@ -4,6 +4,13 @@ from kvferry.transfer.types import Failure, TransferKey
 
 MAX_REMEMBERED = 4096
 
+SERVED = "already_served"
+"""The code of an attempt that went well: opened again, it fails with this."""
+
+KEY_HINT = "ask for a new prefill: a key serves one attempt"
+LEASE_HINT = "the other side stopped renewing: look whether it runs, or raise transfer.lease_seconds"
+BROKEN_HINT = "the connection is made anew; look into both workers' logs if it happens again"
+
 
 class EndedAttempts:
     """The latest attempts that must not be opened here again, and why.

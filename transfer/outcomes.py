@@ -47,7 +47,7 @@ Report = TransferOutcome | PagesReusable | PagesInDoubt
 
 
 class Outbox:
-    """Reports on their way to the engine's loop; at most three per attempt, so bounded by the attempts admitted.
+    """Reports on their way to the engine's loop; a few per attempt, so bounded by the attempts that are open.
 
     Concurrency: `put` from the transport thread, `drain` from the engine's.
     """

@@ -3,7 +3,7 @@
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from kvferry.cache.errors import IncompatiblePeer, KVError, RemoteProtocolError
+from kvferry.cache.errors import IncompatiblePeer, RemoteProtocolError
 from kvferry.transfer import compatibility
 from kvferry.transfer.plan import PairPlanner, run_list
 from kvferry.transfer.transport.base import DescriptorList, Transport
@@ -86,7 +86,7 @@ class PeerBook:
             if agent != info.agent_name:
                 raise RemoteProtocolError(f"{info.worker} says agent {info.agent_name!r}, its metadata says {agent!r}")
             runs = self._transport.prepare(agent, run_list(info.page_table.pools, _device_index(info)))
-        except KVError:
+        except BaseException:
             if all(peer.agent != agent for peer in self._peers.values()):
                 self._transport.disconnect(agent)
             raise

@@ -25,10 +25,13 @@ class Proofs:
         self._clock = clock
         self._asked_at: dict[WorkerId, float] = {}
         self._stories: dict[WorkerId, str] = {}
+        self._proven: set[WorkerId] = set()
 
     def quiet(self, peer: Peer) -> bool:
         """Whether nothing that this life of a peer started can touch our memory any more."""
         worker, now = peer.info.worker, self._clock()
+        if worker in self._proven:
+            return True
         if now < self._asked_at.get(worker, now - ASK_SECONDS) + ASK_SECONDS:
             return False
         proof = self._transport.quiescence_proof(peer.info.agent_metadata)
@@ -36,11 +39,11 @@ class Proofs:
             log.info("%s: %s: %s", worker, "quiet" if proof.proven else "not proven quiet", proof.story)
         self._asked_at[worker], self._stories[worker] = now, proof.story
         if proof.proven:
-            # Every attempt of this life asks now, so none is kept waiting.
-            self._asked_at[worker] = now - ASK_SECONDS
+            self._proven.add(worker)
         return proof.proven
 
     def forget_all_but(self, workers: set[WorkerId]) -> None:
         """Drop what is remembered of workers without an attempt in doubt."""
         self._asked_at = {worker: at for worker, at in self._asked_at.items() if worker in workers}
         self._stories = {worker: story for worker, story in self._stories.items() if worker in workers}
+        self._proven &= workers

@@ -8,9 +8,10 @@ from kvferry.transfer import fencing
 from kvferry.transfer.attempts import Receiving, Source, Wish
 from kvferry.transfer.content import check_content
 from kvferry.transfer.driving import Driver
-from kvferry.transfer.ended import EndedAttempts
+from kvferry.transfer.ended import BROKEN_HINT, KEY_HINT, LEASE_HINT, SERVED, EndedAttempts
 from kvferry.transfer.notice import Notice
 from kvferry.transfer.outcomes import (
+    HangUp,
     Outbox,
     PagesInDoubt,
     PagesReusable,
@@ -41,8 +42,6 @@ from kvferry.transfer.types import (
 
 log = logging.getLogger(__name__)
 
-_LEASE_HINT = "the prefill worker stopped renewing: look whether it runs, or raise transfer.lease_seconds"
-
 
 class Receiver:
     """All attempts this worker receives.
@@ -60,6 +59,7 @@ class Receiver:
         send: SendMessage,
         outbox: Outbox,
         clock: Callable[[], float],
+        hang_up: HangUp,
     ) -> None:
         self._worker = worker
         self._peers = peers
@@ -69,8 +69,10 @@ class Receiver:
         self._send = send
         self._outbox = outbox
         self._clock = clock
+        self._hang_up = hang_up
         self._receivings: dict[TransferKey, Receiving] = {}
         self._unready: list[Receiving] = []
+        self._newly_enlisted: list[Receiving] = []
 
     @property
     def waiting(self) -> bool:
@@ -85,8 +87,17 @@ class Receiver:
         """Attempts this side stands by, and who counts on them."""
         for receiving in self._receivings.values():
             if not receiving.ended:
-                for worker in receiving.sources:
-                    yield worker, receiving.key
+                for source in receiving.sources.values():
+                    if not source.done:
+                        yield source.worker, receiving.key
+
+    def first_renewals(self) -> Iterator[tuple[WorkerId, TransferKey]]:
+        """Attempts enlisted since the last call that wait for room: their senders hear at once."""
+        enlisted, self._newly_enlisted = self._newly_enlisted, []
+        for receiving in enlisted:
+            for source in receiving.sources.values():
+                if not receiving.ended and receiving.wish is None:
+                    yield source.worker, receiving.key
 
     # ---- from the engine
 
@@ -97,6 +108,7 @@ class Receiver:
         for worker in senders:
             receiving.sources[worker] = Source(receiving, worker, deadline, Session(Side.RECEIVER))
         self._receivings[key] = receiving
+        self._newly_enlisted.append(receiving)
         stopped = self._ended.find(key)
         if stopped is not None:
             self._stop(receiving, stopped)
@@ -133,11 +145,11 @@ class Receiver:
                 if not receiving.ended:
                     self._grant(receiving, receiving.wish, source)
 
-    def cancel(self, key: TransferKey, reason: str) -> bool:
-        """Stop an attempt. Returns whether it is known here."""
+    def stop(self, key: TransferKey, failure: Failure) -> bool:
+        """End an attempt without success. Returns whether it is known here."""
         receiving = self._receivings.get(key)
         if receiving is not None:
-            self._stop(receiving, cancelled(reason))
+            self._stop(receiving, failure)
         return receiving is not None
 
     def fail_all(self, failure: Failure) -> None:
@@ -156,6 +168,7 @@ class Receiver:
             fencing.check_ends(permit.sender, permit.receiver, peer, self._worker)
             fencing.check_fence(permit.fence, source.grant)
             source.plan = self._plan(source, source.grant, permit)
+            source.receiving.deadline = min(source.receiving.deadline, self._clock() + permit.timeout_seconds)
         except RemoteProtocolError as error:
             self._stop(source.receiving, Failure("bad_permit", Phase.GRANT, str(error)))
             return
@@ -198,7 +211,7 @@ class Receiver:
     def on_renewal(self, peer: WorkerId, key: TransferKey, lease_seconds: float) -> None:
         """The sender stands by an attempt. One that ended here is answered; one that never began may still come."""
         source, failure = self._source(key, peer), self._ended.find(key)
-        if source is None and failure is not None:
+        if source is None and failure is not None and failure.code != SERVED:
             self._send(peer, Cancel(key, self._worker, failure))
         elif source is not None:
             source.lease_until = self._clock() + lease_seconds
@@ -220,10 +233,9 @@ class Receiver:
 
     def on_post_failed(self, source: Source, message: str) -> None:
         """Fail an attempt and have the lane to its sender wired again: after one failed read none can be trusted."""
-        hint = "the connection is made anew; look into both workers' logs if it happens again"
-        groups = source.receiving.groups
-        self._stop(source.receiving, Failure("read_failed", Phase.WIRE, message, hint, groups))
+        self._stop(source.receiving, Failure("read_failed", Phase.WIRE, message, BROKEN_HINT, source.receiving.groups))
         self._peers.mark_broken(source.worker)
+        self._hang_up(source.worker, f"a read failed: {message}")
 
     def expire(self, now: float) -> None:
         """Fail overdue attempts, and look for proof about those that ended without."""
@@ -235,7 +247,8 @@ class Receiver:
                     self._settle(source, now)
 
     def _check_time(self, receiving: Receiving, now: float) -> None:
-        late = next((source for source in receiving.sources.values() if now >= source.lease_until), None)
+        open_sources = [source for source in receiving.sources.values() if not source.done]
+        late = next((source for source in open_sources if now >= source.lease_until), None)
         phase = Phase.ADMISSION if receiving.wish is None else Phase.WIRE
         if now >= receiving.deadline:
             seconds = now - receiving.started_at
@@ -244,7 +257,7 @@ class Receiver:
             self._stop(receiving, Failure("timeout", phase, message, layer_groups=receiving.groups))
         elif late is not None:
             message = f"the lease of {late.worker} ran out"
-            self._stop(receiving, Failure("lease_expired", phase, message, _LEASE_HINT, receiving.groups))
+            self._stop(receiving, Failure("lease_expired", phase, message, LEASE_HINT, receiving.groups))
 
     def _settle(self, source: Source, now: float) -> None:
         """Look for proof that nothing touches the pages any more."""
@@ -363,7 +376,9 @@ class Receiver:
     def _take(self, source: Source, result: TransferResult) -> None:
         source.told_quiet = source.told_quiet or (result.quiet and fencing.is_about(result.fence, source.grant))
         if result.status is not ResultStatus.OK:
-            self._stop(source.receiving, result.failure or _silent(result))
+            # After a good result it only repeats that the attempt is over there.
+            if source.result is None:
+                self._stop(source.receiving, result.failure or _silent(result))
             return
         if source.grant is None:
             raise RemoteProtocolError("result is ok, but nothing was granted")
@@ -437,8 +452,7 @@ def _agent(source: Source) -> str | None:
 
 
 def _over(key: TransferKey) -> Failure:
-    hint = "ask for a new prefill: a key serves one attempt"
-    return Failure("unknown_transfer", Phase.ADMISSION, f"transfer {key} was received here already", hint)
+    return Failure(SERVED, Phase.ADMISSION, f"transfer {key} was received here already", KEY_HINT)
 
 
 def _not_here(key: TransferKey) -> Failure:

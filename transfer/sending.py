@@ -7,7 +7,7 @@ from kvferry.cache.errors import RemoteProtocolError
 from kvferry.transfer import fencing
 from kvferry.transfer.attempts import Offer, Sending
 from kvferry.transfer.driving import Driver
-from kvferry.transfer.ended import EndedAttempts
+from kvferry.transfer.ended import BROKEN_HINT, KEY_HINT, LEASE_HINT, SERVED, EndedAttempts
 from kvferry.transfer.notice import Notice
 from kvferry.transfer.outcomes import (
     HangUp,
@@ -16,7 +16,6 @@ from kvferry.transfer.outcomes import (
     PagesReusable,
     SendMessage,
     TransferOutcome,
-    cancelled,
     error_of,
 )
 from kvferry.transfer.peers import Peer, PeerBook
@@ -46,7 +45,7 @@ MAX_UNDELIVERED = 65536
 MAX_EARLY_GRANTS = 1024
 """Grants that may wait for a prompt nobody has offered yet."""
 
-_LEASE_HINT = "the other side stopped renewing: look whether it runs, or raise transfer.lease_seconds"
+_HOLD_HINT = "look why no decode worker asks for the prompt, or raise transfer.hold_seconds"
 
 
 class Sender:
@@ -108,11 +107,11 @@ class Sender:
         else:
             self._match(sending, Event.OFFER)
 
-    def cancel(self, key: TransferKey, reason: str) -> bool:
-        """Stop an attempt. Returns whether it is known here."""
+    def stop(self, key: TransferKey, failure: Failure) -> bool:
+        """End an attempt without success. Returns whether it is known here."""
         sending = self._sendings.get(key)
         if sending is not None:
-            self._stop(sending, cancelled(reason))
+            self._stop(sending, failure)
         return sending is not None
 
     def fail(self, sending: Sending, failure: Failure) -> None:
@@ -164,13 +163,18 @@ class Sender:
             sending.told_quiet = sending.told_quiet or (cancel.quiet and fencing.is_about(cancel.fence, sending.grant))
             self._stop(sending, cancel.failure)
         else:
-            log.warning("%s cancelled transfer %s, which is %s's: ignored", peer, cancel.key, sending.receiver)
+            log.warning("%s cancelled transfer %s, which is %s's", peer, cancel.key, sending.receiver)
+            failure = Failure("unknown_transfer", Phase.WIRE, f"transfer {cancel.key} is not {peer}'s")
+            self._send(peer, self._refusal(peer, cancel.key, cancel.fence, failure, quiet=True))
 
     def on_renewal(self, peer: WorkerId, key: TransferKey, lease_seconds: float) -> None:
-        """The receiver stands by an attempt. One that ended here is answered; one that never began may still come."""
+        """The receiver stands by an attempt. One that failed here is answered; one that never began may still come.
+
+        One that went well is not: its result is on the way, or the receiver's lease will tell it that it was lost.
+        """
         sending = self._sendings.get(key)
         failure = self._ended.find(key)
-        if sending is None and failure is not None:
+        if sending is None and failure is not None and failure.code != SERVED:
             self._send(peer, self._refusal(peer, key, 0, failure, quiet=self._is_delivered(key)))
         elif sending is not None and sending.receiver in (None, peer):
             sending.guest = peer
@@ -211,8 +215,8 @@ class Sender:
     def on_post_failed(self, sending: Sending, message: str) -> None:
         """Fail an attempt and have the lane to its receiver wired again: after one failed write none can be trusted."""
         assert sending.grant is not None
-        hint = "the connection is made anew; look into both workers' logs if it happens again"
-        self.fail(sending, Failure("write_failed", Phase.WIRE, message, hint, groups_of(sending.grant.pages)))
+        failure = Failure("write_failed", Phase.WIRE, message, BROKEN_HINT, groups_of(sending.grant.pages))
+        self.fail(sending, failure)
         self._peers.mark_broken(sending.grant.receiver)
         self._hang_up(sending.grant.receiver, f"a write failed: {message}")
 
@@ -233,8 +237,10 @@ class Sender:
             message = "no grant came in time" if sending.grant is None else "the pages were not moved in time"
             self.fail(sending, Failure("timeout", phase, message, layer_groups=groups))
         elif now >= sending.lease_until:
-            message = "no grant and no renewal came in time" if sending.receiver is None else "its lease ran out"
-            self.fail(sending, Failure("lease_expired", phase, message, _LEASE_HINT, groups))
+            message, hint = f"the lease of {sending.receiver} ran out", LEASE_HINT
+            if sending.receiver is None:
+                message, hint = "no receiver gave a sign of life in time", _HOLD_HINT
+            self.fail(sending, Failure("lease_expired", phase, message, hint, groups))
 
     def _settle_posts(self, sending: Sending) -> None:
         if sending.session.state.exposure is Exposure.IN_DOUBT and self._driver.abort(sending.job):
@@ -409,8 +415,7 @@ class Sender:
         """Answer a grant that cannot be served without touching the attempt, if there is one."""
         reason = self._ended.find(grant.key) if sending is None else None
         state = sending.session.state if sending else f"over here: {reason}" if reason else "unknown here"
-        hint = "ask for a new prefill: a key serves one attempt"
-        failure = Failure("unknown_transfer", Phase.GRANT, f"transfer {grant.key} is {state}", hint)
+        failure = Failure("unknown_transfer", Phase.GRANT, f"transfer {grant.key} is {state}", KEY_HINT)
         log.warning("grant from %s refused: %s", peer, failure.message)
         if sending is None:
             # The answer says that nothing was and will be written: so it must stay.
@@ -458,4 +463,4 @@ def _same(one: Grant, other: Grant) -> bool:
 
 
 def _over(key: TransferKey) -> Failure:
-    return Failure("unknown_transfer", Phase.GRANT, f"transfer {key} was served already")
+    return Failure(SERVED, Phase.GRANT, f"transfer {key} was served already", KEY_HINT)

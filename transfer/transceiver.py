@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -108,6 +108,7 @@ class Transceiver:
         self._outbox = Outbox(wake)
         self._holds: dict[tuple[TransferKey, Side], Hold] = {}
         self._in_doubt: set[tuple[TransferKey, Side]] = set()
+        self._running: set[tuple[TransferKey, Side]] = set()
         self._enlisted: set[TransferKey] = set()
         self._reported_failure = False
         self._next_sweep = 0.0
@@ -133,7 +134,7 @@ class Transceiver:
         self._ended_out, self._ended_in = (EndedAttempts(settings.max_remembered) for _ in Side)
         parts = (self._peers, self._driver, self._proofs)
         self._sender = Sender(worker, *parts, self._ended_out, send, self._outbox, clock, hang_up)
-        self._receiver = Receiver(worker, *parts, self._ended_in, send, self._outbox, clock)
+        self._receiver = Receiver(worker, *parts, self._ended_in, send, self._outbox, clock, hang_up)
         self._reactor = make_reactor(transport, self, clock)
         self._reactor.start()
 
@@ -177,9 +178,8 @@ class Transceiver:
 
         Raises: as `offer`.
         """
-        self._check_new(key, Side.RECEIVER)
-        deadline = self._clock() + timeout_seconds
-        self._reactor.submit(lambda: self._receiver.enlist(key, senders, deadline))
+        enlist = self._enlisting(key, senders, timeout_seconds)
+        self._reactor.submit(enlist)
         self._enlisted.add(key)
 
     def request(
@@ -208,14 +208,23 @@ class Transceiver:
         """
         now, ready = self._clock(), self._manager.storage.record_event()
         wish = Wish(request_id, prompt, pages, direction, early, ready)
-        if key not in self._enlisted or (key, Side.RECEIVER) in self._holds:
-            self.enlist(key, senders, timeout_seconds)
-        start = lambda: self._receiver.request(key, wish, now + timeout_seconds, now)  # noqa: E731
+        queued = key in self._enlisted and (key, Side.RECEIVER) not in self._holds
+        enlist = _nothing if queued else self._enlisting(key, senders, timeout_seconds)
+
+        def start() -> None:
+            enlist()
+            self._receiver.request(key, wish, now + timeout_seconds, now)
+
         self._open(key, Side.RECEIVER, pages, Access.WRITE, start)
+        self._enlisted.add(key)
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         """Stop an attempt on whichever side it is here. Its pages come back when they are quiet. Idempotent."""
-        self._reactor.submit(lambda: self._cancel(key, reason))
+        self.fail(key, cancelled(reason))
+
+    def fail(self, key: TransferKey, failure: Failure) -> None:
+        """As `cancel`, for a reason that the other side should hear with its code, phase and hint."""
+        self._reactor.submit(lambda: self._fail(key, failure))
 
     def poll(self) -> list[TransferOutcome]:
         """Attempts that ended since the last call. Releases the holds of pages that may be used again. Never waits."""
@@ -223,6 +232,7 @@ class Transceiver:
         for report in self._outbox.drain():
             if isinstance(report, TransferOutcome):
                 outcomes.append(report)
+                self._running.discard((report.key, report.side))
                 if report.side is Side.RECEIVER:
                     self._enlisted.discard(report.key)
             else:
@@ -289,13 +299,15 @@ class Transceiver:
             self._reactor.submit(lambda: self._lose(peer, reason))
         except TransportError:
             log.info("channel to %s ended while closing: %s", peer, reason)
+        except CapacityError as error:
+            log.error("the loss of the channel to %s (%s) is noticed only by leases: %s", peer, reason, error)
 
     def abandon(self, reason: str) -> "Future[None]":
         """Fail every open attempt, so that peers hear of it before the control plane closes."""
         return self._reactor.call(lambda: self._abandon(Failure("peer_lost", Phase.WIRE, reason)))
 
     def num_unanswered(self) -> "Future[int]":
-        """Attempts out whose receiver has not heard how they ended: their writes are not over."""
+        """Attempts out whose pages may not be reused yet; their receivers have not heard the last word."""
         return self._reactor.call(lambda: self._sender.num_open)
 
     def close(self, timeout_seconds: float) -> bool:
@@ -328,8 +340,10 @@ class Transceiver:
             in_use = self._sender.peers() | self._receiver.peers()
             self._peers.forget_lost(now, in_use)
             self._proofs.forget_all_but(in_use)
+        self._tell(Side.RECEIVER, self._receiver.first_renewals())
         if self._leases.due(now):
-            self._renew()
+            self._tell(Side.SENDER, self._sender.renewals())
+            self._tell(Side.RECEIVER, self._receiver.renewals())
         if self._driver.busy:
             self._still_turns = 0 if moved else self._still_turns + 1
             return 0.0 if self._still_turns < SPIN_TURNS else WAITING_SECONDS
@@ -340,22 +354,32 @@ class Transceiver:
 
     # ---- private
 
+    def _enlisting(self, key: TransferKey, senders: tuple[WorkerId, ...], timeout_seconds: float) -> Callable[[], None]:
+        """What the reactor does to enlist an attempt. Raises ConfigError when it is open, or comes from nowhere."""
+        self._check_new(key, Side.RECEIVER)
+        if not senders:
+            raise ConfigError(f"transfer {key} names no sender: pages come from at least one")
+        deadline = self._clock() + timeout_seconds
+        return lambda: self._receiver.enlist(key, senders, deadline)
+
     def _check_new(self, key: TransferKey, side: Side) -> None:
         if (key, side) in self._holds or (side is Side.RECEIVER and key in self._enlisted):
             raise ConfigError(f"transfer {key} is open here already as {side.value}: a key serves one attempt")
 
     def _open(self, key: TransferKey, side: Side, pages: BlockLists, access: Access, start: Callable[[], None]) -> None:
-        if len(self._holds) - len(self._in_doubt) >= self._settings.max_transfers:
+        if len(self._running) >= self._settings.max_transfers:
             raise CapacityError(
-                f"{len(self._holds)} transfers are open, the limit is {self._settings.max_transfers}: retry when some "
-                "ended, or raise max_transfers",
+                f"{len(self._running)} transfers are open, the limit is {self._settings.max_transfers}: retry when "
+                "some ended, or raise max_transfers",
                 requested=(1,),
                 available=(0,),
             )
         self._holds[key, side] = self._manager.hold(pages, access)
+        self._running.add((key, side))
         try:
             self._reactor.submit(start)
         except (TransportError, CapacityError):
+            self._running.discard((key, side))
             self._manager.release(self._holds.pop((key, side)))
             raise
 
@@ -391,17 +415,17 @@ class Transceiver:
         self._sender.fail_all(failure)
         self._receiver.fail_all(failure)
 
-    def _cancel(self, key: TransferKey, reason: str) -> None:
-        known = [self._sender.cancel(key, reason), self._receiver.cancel(key, reason)]
+    def _fail(self, key: TransferKey, failure: Failure) -> None:
+        known = [self._sender.stop(key, failure), self._receiver.stop(key, failure)]
         if not any(known):
             # It may still be opened: whoever cancels need not wait for that.
-            self._ended_out.remember(key, cancelled(reason))
-            self._ended_in.remember(key, cancelled(reason))
+            self._ended_out.remember(key, failure)
+            self._ended_in.remember(key, failure)
 
-    def _renew(self) -> None:
-        for side, attempts in ((Side.SENDER, self._sender.renewals()), (Side.RECEIVER, self._receiver.renewals())):
-            for peer, renewal in self._leases.renewals(side, attempts):
-                self._send(peer, renewal)
+    def _tell(self, side: Side, attempts: Iterable[tuple[WorkerId, TransferKey]]) -> None:
+        """Renew these attempts."""
+        for peer, renewal in self._leases.renewals(side, attempts):
+            self._send(peer, renewal)
 
     def _renewed(self, peer: WorkerId, renewal: Renewal) -> None:
         """The peer is the other side of what it says it is."""
@@ -413,3 +437,7 @@ class Transceiver:
         self._peers.on_channel(peer, -1, self._clock())
         self._sender.on_channel_lost(peer, reason)
         self._receiver.on_channel_lost(peer, reason)
+
+
+def _nothing() -> None:
+    """The attempt is enlisted already."""

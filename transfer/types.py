@@ -127,7 +127,11 @@ class AuxRecord:
 
 @dataclass(frozen=True)
 class TransferKey:
-    """One attempt to move one prompt. `transfer_id` is 32 hex digits, minted by the prefill worker per attempt."""
+    """One attempt to move one prompt.
+
+    Attributes:
+        transfer_id: 32 hex digits, minted per attempt: by the prefill worker, or generation-first by the frontend.
+    """
 
     transfer_id: str
     attempt: int

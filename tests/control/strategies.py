@@ -182,6 +182,9 @@ def end_of(view: BufferView | StateView, tokens_per_block: int) -> int:
     return view.offset_bytes + last + view.head_dim * view.item_bytes
 
 
+devices = st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:15"])
+
+
 @st.composite
 def page_tables(draw: st.DrawFn) -> PageTable:
     """One to four groups with pools of their own, each just as large as the views inside need, or larger."""
@@ -199,7 +202,7 @@ def page_tables(draw: st.DrawFn) -> PageTable:
             pools.append(PoolEntry(draw(st.integers(0, 2**48)), size, size + draw(st.integers(0, 9)), num_slots))
         life_cycle = LifeCycle(recurrent=True) if recurrent else draw(life_cycles)
         groups.append(LayerGroupEntry(life_cycle, indices, buffers, states))
-    return PageTable(draw(names), draw(dtypes), tokens_per_block, draw(names), tuple(pools), tuple(groups))
+    return PageTable(draw(names), draw(dtypes), tokens_per_block, draw(devices), tuple(pools), tuple(groups))
 
 
 ranks = st.integers(1, 2**16).flatmap(

@@ -375,6 +375,8 @@ RANK_CHANGES = [
     ("RankInfo.manager", _set(manager="V" * 300)),
     ("PageTable.layout_digest", _set(page_table__layout_digest="")),
     ("PageTable.dtype", _set(page_table__dtype="float7")),
+    ("PageTable.device", _set(page_table__device="cuda:x")),
+    ("PageTable.device", _set(page_table__device="cuda:99999")),
     ("PageTable.tokens_per_block", _set(page_table__tokens_per_block=0)),
     ("PageTable.device", _set(page_table__device="")),
     ("PageTable.pools", lambda message: message.page_table.ClearField("pools")),

@@ -69,15 +69,15 @@ def test_scratch_pages_make_the_promise_smaller() -> None:
     assert 50 < promised[1] < promised[0]
 
 
-def test_request_larger_than_empty_pools_is_refused_for_good() -> None:
+def test_request_larger_than_empty_pools_is_refused_until_proof_comes() -> None:
     world = World(20)
     with pytest.raises(CapacityError, match=r"needs \[33\] slots per pool group, the pools have \[20\]") as refused:
         world.admission.check_fits_ever(request_of(98, 4))
-    assert refused.value.permanent
+    assert not refused.value.permanent
     world.admission.check_fits_ever(request_of(40, 4))
     with pytest.raises(CapacityError) as refused:
         world.admission.admit(request_of(98, 4), 0.0)
-    assert refused.value.permanent
+    assert not refused.value.permanent
     assert world.promised() == 0
 
 
@@ -185,11 +185,11 @@ def test_stall_of_a_request_that_is_never_resumed_names_the_gate() -> None:
     assert "max_util_for_resume" in str(world.admission.stalled([request], PATIENCE_SECONDS, busy=False))
 
 
-def test_request_that_never_fits_beside_quarantine_is_refused_for_good() -> None:
+def test_request_that_never_fits_beside_quarantine_is_refused_until_proof_comes() -> None:
     world, request = stuck()
     world.lost = [22]
     assert not world.admission.admit(request, 0.0)
     world.lost = [23]
     with pytest.raises(CapacityError, match=r"\[11\] are left beside \[23\] in quarantine") as refused:
         world.admission.admit(request, 0.0)
-    assert refused.value.permanent
+    assert not refused.value.permanent

@@ -179,7 +179,9 @@ def test_prefill_that_is_refused_ends_the_request_that_granted_for_it() -> None:
         refused = prefill.submit(request).wait().error
         assert isinstance(refused, ConfigError)
         error = early.wait().error
-        assert isinstance(error, TransferCancelled)
+        assert isinstance(error, TransferError)
+        assert error.phase == "admission"
+        assert "[bad_request]" in str(error)
         assert "384" in str(error)
 
 
@@ -194,7 +196,9 @@ def test_prefill_that_ends_halfway_ends_the_request_that_granted_for_it(stop: ob
         stop(prefill, request)  # type: ignore[operator]
         prefill.engine.gate.set()
         assert isinstance(sink.wait().error, TransferCancelled | DeadlineExceeded)
-        assert isinstance(early.wait().error, TransferCancelled)
+        error = early.wait().error
+        assert isinstance(error, TransferCancelled | TransferTimeout)
+        assert error.phase == "prefill"
         assert len(prefill.engine.computed) < 4
 
 

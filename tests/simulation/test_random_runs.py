@@ -52,7 +52,7 @@ def test_same_seed_gives_the_same_transcript() -> None:
         run.run()
         transcripts.append(run.world.transcript)
 
-    assert len(transcripts[0]) > 10 * TRANSFERS_PER_WORLD
+    assert len(transcripts[0]) > 5 * TRANSFERS_PER_WORLD
     assert transcripts[0] == transcripts[1]
 
 
@@ -71,3 +71,18 @@ def test_every_weather_lets_some_transfers_through(weather: Weather) -> None:
     runs = [RandomRun(seed, 20, weather=weather).run() for seed in range(5)]
 
     assert sum(report.tally.done[Side.RECEIVER] for report in runs) > 0
+
+
+def test_transfers_that_nothing_disturbs_fail_only_for_want_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No faults, no cancels, all letters in order: what fails was too slow in the end, on one side at least."""
+    monkeypatch.setattr(RandomRun, "_is_exact", lambda self, letter: True)
+    heard: list[str] = []
+
+    for seed in range(60):
+        run = RandomRun(seed, 20, weather=Weather(in_order=True))
+        run.run()
+        heard += [line for line in run.world.transcript if " hears " in line]
+
+    failed = [line for line in heard if " failed in phase " in line]
+    assert len(failed) < len(heard) / 4
+    assert [line for line in failed if "[timeout]" not in line and "[lease_expired]" not in line] == []

@@ -219,7 +219,9 @@ def pair(
             end.manager,
             transports(f"{end.worker.name}-{next(_numbers)}"),
             model_digest="d",
-            send=lambda _, message, end=end, other=other: deliver(end, other, message),
+            send=lambda to, message, end=end, other=other: (
+                to.name == other.worker.name and deliver(end, other, message)
+            ),
             hang_up=lambda worker, reason, end=end: end.hung_up.append((worker, reason)),
             settings=TransceiverSettings(**settings),
             clock=clock,

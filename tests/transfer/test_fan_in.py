@@ -127,3 +127,19 @@ def test_failed_read_from_one_sender_stops_the_reads_from_the_other() -> None:
         assert "read_failed" in str(running.wait_outcome(running.receiver).error)
         sweep(running)
         assert running.receiver.transceiver.failure is None
+
+
+def test_sender_that_is_done_need_not_renew_while_another_one_moves() -> None:
+    with pair(lease_seconds=9.0) as running, second_sender(running) as other:
+        key = running.key()
+        request(running, key)
+        offer(running.sender, key)
+        assert running.wait_outcome(running.sender).error is None
+        for _ in range(10):
+            running.clock.now += 3.0
+            sweep(running)
+            other.transceiver.lanes().result(WAIT_SECONDS)
+            other.transceiver.lanes().result(WAIT_SECONDS)
+        assert running.receiver.poll() == []
+        offer(other, key)
+        assert running.wait_outcome(running.receiver).error is None

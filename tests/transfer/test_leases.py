@@ -7,12 +7,14 @@ import pytest
 
 from kvferry.cache.errors import TransferError, TransferTimeout
 from kvferry.transfer.leases import RENEWALS_PER_LEASE, Leases
+from kvferry.transfer.outcomes import cancelled
 from kvferry.transfer.types import (
     MAX_RENEWED,
     Direction,
     Grant,
     Message,
     Renewal,
+    ResultStatus,
     Side,
     TransferKey,
     TransferResult,
@@ -187,3 +189,53 @@ def test_long_transfer_is_renewed_by_both_sides(direction: Direction) -> None:
             end.transceiver.abandon("over").result(WAIT_SECONDS)
         wait_until(running.sender.is_empty, WAIT_SECONDS, "the sender's pages")
         wait_until(running.receiver.is_empty, WAIT_SECONDS, "the receiver's pages")
+
+
+def test_receiver_that_queues_says_so_at_once() -> None:
+    with pair(lease_seconds=300.0) as running:
+        source, key = running.sender.fill(PROMPT_TOKENS), running.key()
+        running.offer(key, source, timeout=1e4, hold_seconds=5.0)
+        sweep(running)
+        running.receiver.transceiver.enlist(key, (running.sender.worker,), 1e4)
+        wait_until(lambda: renewals(running.receiver), WAIT_SECONDS, "a sign of life without waiting for the interval")
+        sweep(running)
+        running.clock.now += 20.0
+        sweep(running)
+        assert running.sender.poll() == []
+
+
+def test_renewal_that_crosses_the_end_of_a_good_transfer_changes_nothing(direction: Direction) -> None:
+    held: list[object] = []
+    with pair(lease_seconds=LEASE, direction=direction) as running:
+        receiver = running.receiver.transceiver
+        receiver.on_notification = held.append  # type: ignore[method-assign, assignment]
+        key, _, _ = start_transfer(running)
+        if direction is Direction.PUSH:
+            wait_until(lambda: held, WAIT_SECONDS, "the data has landed, and nobody has seen it")
+        assert running.wait_outcome(running.sender).error is None
+        running.sender.transceiver.on_renewal(
+            running.receiver.worker, Renewal(running.receiver.worker, Side.RECEIVER, (key,), LEASE)
+        )
+        sweep(running)
+        del receiver.on_notification
+        for notification in held:
+            receiver._reactor.call(lambda n=notification: receiver.on_notification(n)).result(WAIT_SECONDS)  # type: ignore[misc]
+        assert running.wait_outcome(running.receiver).error is None
+
+
+def test_failed_result_after_a_good_one_changes_nothing() -> None:
+    held: list[object] = []
+    with pair(lease_seconds=LEASE) as running:
+        receiver = running.receiver.transceiver
+        receiver.on_notification = held.append  # type: ignore[method-assign, assignment]
+        start_transfer(running)
+        wait_until(lambda: any(isinstance(m, TransferResult) for m in running.sender.sent), WAIT_SECONDS, "the result")
+        [good] = [message for message in running.sender.sent if isinstance(message, TransferResult)]
+        late = dataclasses.replace(good, status=ResultStatus.FAILED, aux=None, failure=cancelled("too late"))
+        receiver.on_result(running.sender.worker, late)
+        sweep(running)
+        wait_until(lambda: held, WAIT_SECONDS, "the data has landed, and nobody has seen it")
+        del receiver.on_notification
+        for notification in held:
+            receiver._reactor.call(lambda n=notification: receiver.on_notification(n)).result(WAIT_SECONDS)  # type: ignore[misc]
+        assert running.wait_outcome(running.receiver).error is None

@@ -1,6 +1,9 @@
 """Reads that fail, stall or come late: whose pages are exposed to whom when the receiver drives the wire?"""
 
+import dataclasses
+
 from kvferry.cache.errors import PeerLost, TransferCancelled, TransferError, TransferTimeout
+from kvferry.transfer.outcomes import cancelled
 from kvferry.transfer.proofs import SETTLE_SECONDS
 from kvferry.transfer.types import Cancel, Direction, Grant, Message, Permit, TransferResult
 from tests.helpers import wait_until
@@ -157,3 +160,58 @@ def test_many_pages_are_read_in_slices_of_bounded_size() -> None:
         assert outcome.wire.num_slices > 1
         assert outcome.wire.lane == "memcpy"
         assert running.wait_outcome(running.sender).wire.num_pages == outcome.wire.num_pages
+
+
+def test_failed_read_hangs_up_and_the_next_pairing_wires_the_lane_again() -> None:
+    LetsGo.failing = True
+    with pair(LetsGo, direction=Direction.PULL) as running:
+        start_transfer(running)
+        running.wait_outcome(running.receiver)
+        wait_until(lambda: running.receiver.hung_up, WAIT_SECONDS, "the control plane is asked to close the channel")
+        assert running.receiver.hung_up[0][0] == running.sender.worker
+        before = running.receiver.transceiver._peers.find(running.sender.worker)
+        LetsGo.failing = False
+        running.receiver.transceiver.pair(running.sender.transceiver.info).result(WAIT_SECONDS)
+        assert running.receiver.transceiver._peers.find(running.sender.worker) is not before
+        key, _, _ = start_transfer(running)
+        wait_until(
+            lambda: any(outcome.key == key and outcome.error is None for outcome in running.receiver.poll()),
+            WAIT_SECONDS,
+            "it works again",
+        )
+
+
+def test_cancel_of_another_grant_is_no_word_about_the_reads_of_this_one() -> None:
+    Slow.over = False
+    with pair(Slow, direction=Direction.PULL) as running:
+        key, source, target = start_transfer(running)
+        wait_until(lambda: running.receiver.transceiver._driver.busy, WAIT_SECONDS, "the read is under way")
+        running.sender.transceiver.on_notification = lambda notification: None  # type: ignore[method-assign]
+        running.receiver.bend = lose(Cancel)
+        stale = Cancel(key, running.receiver.worker, cancelled("an earlier one"), fence=7, quiet=True)
+        running.sender.transceiver.on_cancel(running.receiver.worker, stale)
+        assert isinstance(running.wait_outcome(running.sender).error, TransferCancelled)
+        source.close()
+        sweep(running)
+        assert not running.sender.is_empty()
+        running.receiver.bend = lambda message: message
+        Slow.over = True
+        running.clock.now += SETTLE_SECONDS + 1.0
+        target.close()
+        wait_until(running.sender.is_empty, WAIT_SECONDS, "the receiver says that its reads are over")
+
+
+def test_receiver_waits_no_longer_than_it_is_permitted_to_read() -> None:
+    def short(message: Message) -> Message:
+        return dataclasses.replace(message, timeout_seconds=5.0) if isinstance(message, Permit) else message
+
+    Slow.over = False
+    with pair(Slow, direction=Direction.PULL) as running:
+        running.sender.bend = short
+        start_transfer(running)
+        wait_until(lambda: running.receiver.transceiver._driver.busy, WAIT_SECONDS, "the read is under way")
+        running.clock.now += 6.0
+        sweep(running)
+        Slow.over = True
+        running.clock.now += 1.0
+        assert isinstance(running.wait_outcome(running.receiver).error, TransferTimeout)

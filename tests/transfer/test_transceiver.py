@@ -7,6 +7,7 @@ import pytest
 
 from kvferry.cache.errors import (
     CapacityError,
+    ConfigError,
     TransferCancelled,
     TransportError,
 )
@@ -15,7 +16,7 @@ from kvferry.transfer.transport.loopback import LoopbackTransport
 from kvferry.transfer.types import Cancel, Direction, Side
 from tests.helpers import wait_until
 from tests.transfer.bending import start_transfer, sweep, total_quarantined
-from tests.transfer.pairs import PROMPT_TOKENS, WAIT_SECONDS, aux_of, pair
+from tests.transfer.pairs import PROMPT_TOKENS, WAIT_SECONDS, aux_of, pair, prompt_of
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8, 9, 15, 16, 30, 64])
@@ -180,3 +181,23 @@ def test_future_that_nobody_waits_for_any_more_does_not_stop_the_reactor() -> No
         assert blocked.result(WAIT_SECONDS)
         assert running.sender.transceiver.lanes().result(WAIT_SECONDS)
         assert running.sender.transceiver.failure is None
+
+
+def test_cancelled_transfers_make_room_at_once_although_their_pages_are_still_exposed() -> None:
+    with pair(num_slots=128, max_transfers=1) as running:
+        running.receiver.bend = lambda message: None
+        for count in range(1, 4):
+            key, target = running.key(), running.receiver.room(4)
+            running.request(key, target, 4)
+            running.receiver.transceiver.cancel(key, "not wanted")
+            assert isinstance(running.wait_outcome(running.receiver, count).error, TransferCancelled)
+        assert running.receiver.transceiver.num_receiving == 3
+
+
+def test_request_without_a_sender_is_refused() -> None:
+    with pair() as running:
+        target = running.receiver.room(4)
+        with pytest.raises(ConfigError, match="names no sender"):
+            running.receiver.transceiver.request(running.key(), (), target.pages(4), prompt_of(4), 60.0)
+        target.close()
+        assert running.receiver.is_empty()

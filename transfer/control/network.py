@@ -122,10 +122,11 @@ class PeerNetwork:
                 await self._drop(link, reason)
 
     def hang_up(self, worker: WorkerId, reason: str) -> None:
-        """End the channel this peer opened, after what is queued on it; the peer registers again and opens another."""
-        stream = self._streams[Opening.ACCEPTED].get(worker)
-        if stream is not None:
-            self.ended(stream, reason)
+        """End the channels with this peer, after what is queued on them; whoever opened one opens another."""
+        for streams in tuple(self._streams.values()):
+            stream = streams.get(worker)
+            if stream is not None:
+                self.ended(stream, reason)
 
     async def close(self) -> None:
         """End every channel and take no new one."""

@@ -181,7 +181,8 @@ class NixlTransport(CheckedTransport):
         with _library(f"connect to {peer}", self._what_ucx_says):
             added = self._agent.add_remote_agent(card.blob).decode()
         if added != peer:
-            self._agent.remove_remote_agent(added)
+            with _cleanup(f"forget {added}"):
+                self._agent.remove_remote_agent(added)
             raise self._error("METADATA", f"metadata of {peer} is that of agent {added}")
         with _library(f"connect to {peer}", self._what_ucx_says):
             self._agent.make_connection(peer)

@@ -1,6 +1,7 @@
 """Finds out on this machine what `quiescence.judge` wants to know of a peer."""
 
 import os
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,7 +60,7 @@ class Prover:
         same_network = self.own is not None and life.net_space == self.own.net_space
         try:
             return drain.look(streams(same_network))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, struct.error) as error:
             return Fact(False, f"the sockets of this process cannot be looked at: {error!r:.200}")
 
 

@@ -149,10 +149,19 @@ def _borrowed(descriptor: int) -> socket.socket | None:
     """A socket of this process under one more descriptor; None for another file, or one closed by now."""
     try:
         is_socket = os.readlink(_FILES / str(descriptor)).startswith("socket:")
-        return socket.socket(fileno=os.dup(descriptor)) if is_socket else None
+        return _duplicate(descriptor) if is_socket else None
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EBADF):
             return None
+        raise
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    duplicate = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
         raise
 
 

@@ -1,6 +1,7 @@
 """The geometry of a rank's pools. Whatever a peer says of it is checked before an address is computed from it."""
 
 import math
+import re
 
 from kvferry.cache.ids import LayerId
 from kvferry.cache.layout import BufferView, StateView
@@ -21,6 +22,7 @@ MAX_HEADS = 1 << 16
 MAX_STATE_DIMS = 8
 MAX_STATE_SIZE = 1 << 31
 ADDRESS_SPACE_BYTES = 1 << 64
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?")
 
 
 def page_table_to_wire(table: PageTable) -> pb.PageTable:
@@ -34,6 +36,11 @@ def page_table_to_wire(table: PageTable) -> pb.PageTable:
     )
 
 
+def _device(device: str) -> str:
+    checks.require(_DEVICE.fullmatch(device) is not None, "PageTable.device", device, "it is cpu, cuda or cuda:N")
+    return device
+
+
 def page_table_from_wire(message: pb.PageTable) -> PageTable:
     checks.sized("PageTable.layer_groups", message.layer_groups, low=1, high=MAX_LAYER_GROUPS)
     tokens = checks.count("PageTable.tokens_per_block", message.tokens_per_block, low=1, high=MAX_TOKENS_PER_BLOCK)
@@ -43,7 +50,7 @@ def page_table_from_wire(message: pb.PageTable) -> PageTable:
         layout_digest=checks.name("PageTable.layout_digest", message.layout_digest),
         dtype=_dtype("PageTable.dtype", message.dtype),
         tokens_per_block=tokens,
-        device=checks.name("PageTable.device", message.device),
+        device=_device(message.device),
         pools=pools,
         layer_groups=tuple(geometry.layer_group(group) for group in message.layer_groups),
     )
