@@ -215,7 +215,8 @@ class EngineLoop:
         """Say when the worker ceases or begins again to take requests; nobody has to send one for that."""
         condition = self._quarantine.story(self._required().quarantined_slots()) or OK
         if condition != self.condition:
-            log.log(logging.INFO if condition == OK else logging.ERROR, "condition: %s", condition)
+            if OK in (condition, self.condition):
+                log.log(logging.INFO if condition == OK else logging.ERROR, "condition: %s", condition)
             self.condition = condition
             self._on_condition()
 

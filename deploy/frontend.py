@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 CANCEL_SECONDS = 5.0
 SETTLE_SECONDS = 2.0
 MAX_ROUTES = 3
+BUSY_OR_GONE = (Unavailable, CapacityError)
+"""Errors of one worker that another one need not have."""
 MAX_NAMED = 10
 AVOID_SECONDS = 5.0
 """A worker that fails at once is the least loaded of all: without this pause it would be given every request."""
@@ -121,12 +123,16 @@ class Router:
         self._load = +self._load
 
     @contextmanager
-    def blaming(self, error: type[KVError], *workers: WorkerId) -> Iterator[None]:
-        """When the body fails with this error, avoid for a while the routes over all these workers."""
+    def blaming(self, errors: tuple[type[KVError], ...], *workers: WorkerId) -> Iterator[None]:
+        """When the body fails with one of these, avoid for a while the routes over all these workers.
+
+        A request that could never fit is nobody's fault but its own.
+        """
         try:
             yield
-        except error:
-            self._failed[frozenset(workers)] = self._clock()
+        except errors as error:
+            if not (isinstance(error, CapacityError) and error.permanent):
+                self._failed[frozenset(workers)] = self._clock()
             raise
 
     def is_loaded(self, worker: WorkerId) -> bool:
@@ -230,7 +236,7 @@ class Frontend:
         return replace(call, request_id=call.request_id or uuid.uuid4().hex, timeout_seconds=timeout)
 
     async def _served(self, call: GenerateCall, deadline: float) -> AsyncGenerator[GenerateEvent, None]:
-        """Over one route, or another where a worker turns out to be gone before anything reached the client."""
+        """Over one route, or another where a worker is gone or takes nothing now and nothing reached the client yet."""
         tried: set[tuple[WorkerId, WorkerId]] = set()
         started = False
         while True:
@@ -244,8 +250,8 @@ class Frontend:
                         started = True
                         yield event
                 return
-            except (Unavailable, TransferError) as error:
-                final = isinstance(error, TransferCancelled | TransferTimeout)
+            except (*BUSY_OR_GONE, TransferError) as error:
+                final = isinstance(error, TransferCancelled | TransferTimeout) or getattr(error, "permanent", False)
                 others = {route.ends for route in routes(self._directory.snapshot.members)} - tried
                 if started or final or not others or len(tried) == MAX_ROUTES:
                     raise
@@ -262,7 +268,7 @@ class Frontend:
             self._router.end(route)
 
     async def _aggregated(self, call: GenerateCall, route: Route) -> AsyncGenerator[GenerateEvent, None]:
-        with self._router.blaming(Unavailable, route.prefill.worker):
+        with self._router.blaming(BUSY_OR_GONE, route.prefill.worker):
             async with aclosing(self._client(route.prefill).generate(call)) as events:
                 async for event in events:
                     yield event
@@ -302,20 +308,28 @@ class Frontend:
                     yield event
         finally:
             if not done:
-                for entry in (route.prefill, route.decode):
-                    self._spawn(_cancel(self._client(entry), key), f"cancelling {key} at {entry.worker}")
+                self._spawn(self._cancel(route, key), f"cancelling {key}")
+
+    async def _cancel(self, route: Route, key: TransferKey) -> None:
+        """Tell both workers. They count as loaded meanwhile, so that their clients stay open."""
+        self._router.start(route)
+        try:
+            cancels = (_cancel(self._client(entry), key) for entry in (route.prefill, route.decode))
+            await asyncio.wait([background(each, f"cancelling {key}") for each in cancels], timeout=2 * CANCEL_SECONDS)
+        finally:
+            self._router.end(route)
 
     async def _tokenized(self, call: GenerateCall, route: Route) -> tuple[int, ...]:
-        with self._router.blaming(Unavailable, route.prefill.worker):
+        with self._router.blaming(BUSY_OR_GONE, route.prefill.worker):
             return await self._client(route.prefill).tokenize(call.prompt or "", call.chat, call.timeout_seconds)
 
     async def _prefilled(self, call: GenerateCall, route: Route) -> PrefillReply:
-        with self._router.blaming(Unavailable, route.prefill.worker):
+        with self._router.blaming(BUSY_OR_GONE, route.prefill.worker):
             return await self._client(route.prefill).prefill(call)
 
     async def _decoded(self, call: DecodeCall, route: Route) -> AsyncGenerator[GenerateEvent, None]:
-        alone = self._router.blaming(Unavailable, route.decode.worker)
-        together = self._router.blaming(TransferError, route.prefill.worker, route.decode.worker)
+        alone = self._router.blaming(BUSY_OR_GONE, route.decode.worker)
+        together = self._router.blaming((TransferError,), route.prefill.worker, route.decode.worker)
         with alone, together:
             async with aclosing(self._client(route.decode).decode(call)) as events:
                 async for event in events:

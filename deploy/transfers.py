@@ -16,7 +16,7 @@ from kvferry.deploy.failures import failure_of
 from kvferry.deploy.loop_settings import LoopSettings
 from kvferry.deploy.requests import Request
 from kvferry.transfer.budget import TransferBudget
-from kvferry.transfer.outcomes import TransferOutcome, cancelled
+from kvferry.transfer.outcomes import TransferOutcome, cancelled, error_of
 from kvferry.transfer.transceiver import Transceiver
 from kvferry.transfer.types import AuxRecord, Failure, PromptId, Side, TransferKey
 
@@ -70,14 +70,17 @@ class Transfers:
         """A request that names a key arrived; one that will receive is enlisted with its sender. Others change nothing.
 
         Raises:
-            ConfigError: the key is in use. CapacityError, TransportError: as `Transceiver.enlist`.
+            ConfigError: the key is in use. TransferError: its attempt was stopped before. CapacityError,
+            TransportError: as `Transceiver.enlist`.
         """
         key = request.key
         if key is None:
             return
         if key in self._open or key in self._held:
             raise ConfigError(f"transfer {key} is open here already: a key serves one attempt")
-        if request.decode is not None:
+        if request.decode is None:
+            self._check_wanted(key)
+        else:
             self._transceiver.enlist(key, (request.decode.sender,), self._rest(request))
         self._open[key] = request
 
@@ -180,6 +183,12 @@ class Transfers:
         return key
 
     # ---- private
+
+    def _check_wanted(self, key: TransferKey) -> None:
+        """Computing a prompt for an attempt that is over already would be for nobody."""
+        failure = self._transceiver.why_ended(key)
+        if failure is not None:
+            raise error_of(key, str(self._transceiver.info.worker), "", "", failure)
 
     def _rest(self, request: Request) -> float:
         return max(LEAST_SECONDS, request.deadline - self._clock())

@@ -137,6 +137,8 @@ def shown(value: Any, field: FieldInfo) -> str:
         units = ((name, unit) for name, unit in BYTE_UNITS if value >= unit and value % unit == 0)
         name, unit = next(units, ("", 1))
         return f"{value // unit}{name}"
+    if isinstance(value, Enum):
+        return str(value.value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

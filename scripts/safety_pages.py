@@ -12,7 +12,7 @@ _STOPPED = (Outcome.FAILED, Outcome.CANCELLED)
 _CONDITIONS = {
     Condition.WRITER_GONE: "no thread of the other process runs any more",
     Condition.STREAMS_DRAINED: "all that was sent to our sockets before has been read, or our agent is destroyed",
-    Condition.KEY_INVALIDATED: "the remote key is invalidated, which takes a restart of the worker",
+    Condition.KEY_INVALIDATED: "the remote key is invalidated, which takes a restart of the worker that owns the pages",
 }
 
 

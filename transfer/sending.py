@@ -414,7 +414,13 @@ class Sender:
     def _refuse(self, peer: WorkerId, grant: Grant, sending: Sending | None) -> None:
         """Answer a grant that cannot be served without touching the attempt, if there is one."""
         reason = self._ended.find(grant.key) if sending is None else None
-        state = sending.session.state if sending else f"over here: {reason}" if reason else "unknown here"
+        state = (
+            f"being served already ({sending.session.state})"
+            if sending
+            else f"over here: {reason}"
+            if reason
+            else "unknown here"
+        )
         failure = Failure("unknown_transfer", Phase.GRANT, f"transfer {grant.key} is {state}", KEY_HINT)
         log.warning("grant from %s refused: %s", peer, failure.message)
         if sending is None:

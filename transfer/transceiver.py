@@ -226,6 +226,10 @@ class Transceiver:
         """As `cancel`, for a reason that the other side should hear with its code, phase and hint."""
         self._reactor.submit(lambda: self._fail(key, failure))
 
+    def why_ended(self, key: TransferKey) -> Failure | None:
+        """Why an attempt must not be offered here any more, as far as is remembered: cancelled, failed or served."""
+        return self._ended_out.find(key)
+
     def poll(self) -> list[TransferOutcome]:
         """Attempts that ended since the last call. Releases the holds of pages that may be used again. Never waits."""
         outcomes = []

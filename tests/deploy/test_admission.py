@@ -69,15 +69,15 @@ def test_scratch_pages_make_the_promise_smaller() -> None:
     assert 50 < promised[1] < promised[0]
 
 
-def test_request_larger_than_empty_pools_is_refused_until_proof_comes() -> None:
+def test_request_larger_than_empty_pools_is_refused_for_good() -> None:
     world = World(20)
     with pytest.raises(CapacityError, match=r"needs \[33\] slots per pool group, the pools have \[20\]") as refused:
         world.admission.check_fits_ever(request_of(98, 4))
-    assert not refused.value.permanent
+    assert refused.value.permanent
     world.admission.check_fits_ever(request_of(40, 4))
     with pytest.raises(CapacityError) as refused:
         world.admission.admit(request_of(98, 4), 0.0)
-    assert not refused.value.permanent
+    assert refused.value.permanent
     assert world.promised() == 0
 
 

@@ -153,7 +153,7 @@ def test_tokens_are_the_same_whoever_is_asked_first(direction: Direction, decode
         early = decode.expect(request, prefill.end.worker)
         if decode_first:
             moved = decode.submit(early)
-            wait_until(lambda: decode.end.sent, WAIT_SECONDS, "the grant left")
+            wait_until(lambda: grants(decode), WAIT_SECONDS, "the grant left")
             reply = prefill.submit(request).wait().reply
         else:
             reply = prefill.submit(request).wait().reply
@@ -161,13 +161,17 @@ def test_tokens_are_the_same_whoever_is_asked_first(direction: Direction, decode
         assert reply.key == request.offer_key
         assert moved.wait().error is None
         assert moved.tokens == prefill.submit(prefill.request(33, 8)).wait().tokens
-        grants = [message for message in decode.end.sent if isinstance(message, Grant)]
-        assert [(grant.early, grant.request_id) for grant in grants] == [(True, request.request_id)]
+        sent = grants(decode)
+        assert [(grant.early, grant.request_id) for grant in sent] == [(True, request.request_id)]
+
+
+def grants(node: Node) -> list[Grant]:
+    return [message for message in node.end.sent if isinstance(message, Grant)]
 
 
 def granted_early(prefill: Node, decode: Node, request: Request) -> Sink:
     sink = decode.submit(decode.expect(request, prefill.end.worker))
-    wait_until(lambda: any(isinstance(m, Grant) for m in decode.end.sent), WAIT_SECONDS, "the grant left")
+    wait_until(lambda: grants(decode), WAIT_SECONDS, "the grant left")
     return sink
 
 
@@ -217,7 +221,7 @@ def test_prefill_stops_when_the_request_that_granted_for_it_ends() -> None:
         assert len(prefill.engine.computed) < 4
 
 
-def test_prompt_of_a_request_that_was_cancelled_meanwhile_is_not_kept() -> None:
+def test_prompt_of_a_request_that_was_cancelled_meanwhile_is_not_computed() -> None:
     with nodes(num_slots=200) as (prefill, decode):
         request = prefill.request(30, key=new_key())
         early = decode.expect(request, prefill.end.worker)
@@ -226,8 +230,11 @@ def test_prompt_of_a_request_that_was_cancelled_meanwhile_is_not_kept() -> None:
         stop_by_key(decode, early)
         assert isinstance(sink.wait().error, TransferCancelled)
         wait_until(lambda: any(isinstance(m, Cancel) for m in decode.end.sent), WAIT_SECONDS, "the cancel left")
-        assert prefill.submit(request).wait().reply.key == request.offer_key
-        wait_until(prefill.is_idle, WAIT_SECONDS, "nothing is held for it")
+        assert request.offer_key is not None
+        key = request.offer_key
+        wait_until(lambda: prefill.end.transceiver.why_ended(key), WAIT_SECONDS, "the cancel came")
+        assert isinstance(prefill.submit(request).wait().error, TransferCancelled)
+        assert not prefill.engine.computed
 
 
 def test_cancel_that_comes_before_the_request_stops_it() -> None:
@@ -262,8 +269,8 @@ def test_early_request_outlives_the_limit_of_transfers_of_computed_prompts() -> 
         request = prefill.request(30, key=new_key())
         early = decode.expect(request, prefill.end.worker, seconds=55.0)
         sink = decode.submit(early)
-        wait_until(lambda: decode.end.sent, WAIT_SECONDS, "the grant left")
-        (grant,) = (message for message in decode.end.sent if isinstance(message, Grant))
+        wait_until(lambda: grants(decode), WAIT_SECONDS, "the grant left")
+        [grant] = grants(decode)
         assert 40.0 < grant.timeout_seconds <= 55.0
         stop_by_caller(decode, early)
         assert isinstance(sink.wait().error, TransferCancelled)

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvferry.cache.errors import ConfigError, DeadlineExceeded, PeerLost, TransferCancelled, Unavailable
+from kvferry.cache.errors import (
+    CapacityError,
+    ConfigError,
+    DeadlineExceeded,
+    PeerLost,
+    TransferCancelled,
+    Unavailable,
+)
 from kvferry.deploy.config import FrontendConfig
 from kvferry.deploy.frontend import Frontend
 from kvferry.transfer.control.client import InferenceClient
@@ -155,7 +162,12 @@ def test_prefill_worker_that_fails_at_once_does_not_attract_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [Unavailable("going", peer="x"), PeerLost("cut", transfer_id="t", peer="x", phase="wire")]
+    "error",
+    [
+        Unavailable("going", peer="x"),
+        PeerLost("cut", transfer_id="t", peer="x", phase="wire"),
+        CapacityError("nothing new is admitted", requested=(1,), available=(0,)),
+    ],
 )
 def test_decode_worker_that_fails_at_once_does_not_attract_requests(error: Exception) -> None:
     async def test() -> None:
@@ -167,6 +179,34 @@ def test_decode_worker_that_fails_at_once_does_not_attract_requests(error: Excep
             assert (broken.num_calls, healthy.num_calls) == (1, 5)
 
     run(test)
+
+
+def test_request_that_could_never_fit_is_tried_once() -> None:
+    async def test() -> None:
+        async with running(num_decode=2) as (cluster, _):
+            for worker in cluster.decode:
+                worker.error = CapacityError("too long", requested=(9,), available=(1,), permanent=True)
+            with pytest.raises(CapacityError, match="too long"):
+                await cluster.ask()
+            assert sum(worker.num_calls for worker in cluster.decode) == 1
+
+    run(test)
+
+
+def test_cancels_reach_workers_that_leave_while_they_are_sent(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with running() as (cluster, client):
+            cluster.decode[0].endless = True
+            stream = client.generate(CALL)
+            await anext(stream)
+            await asyncio.gather(cluster.frontend._close_unused(()), stream.aclose())
+            await cluster.frontend._close_unused(())
+            for worker in cluster.workers:
+                await wait_until(lambda worker=worker: worker.cancelled == [samples.KEY], "both workers hear of it")
+
+    with caplog.at_level(logging.ERROR):
+        run(test)
+    assert "ended" not in caplog.text
 
 
 def test_request_is_not_sent_over_another_route_once_a_token_reached_the_client() -> None:

@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from kvferry.cache.errors import KVError, PeerLost, Unavailable
+from kvferry.cache.errors import CapacityError, KVError, PeerLost, Unavailable
 from kvferry.deploy.frontend import AVOID_SECONDS, Route, Router, routes
 from kvferry.transfer.inference import DirectoryEntry
 from kvferry.transfer.types import Role, WorkerId
@@ -61,7 +61,7 @@ class Clock:
 
 
 def fail(router: Router, error: KVError, *workers: WorkerId) -> None:
-    with pytest.raises(type(error)), router.blaming(type(error), *workers):
+    with pytest.raises(type(error)), router.blaming((type(error),), *workers):
         raise error
 
 
@@ -91,6 +91,14 @@ def test_router_avoids_a_pair_that_lost_each_other_and_no_other() -> None:
     assert picks(router, members) == {("prefill-0", "decode-3"), ("prefill-1", "decode-2"), ("prefill-1", "decode-3")}
 
 
+def test_router_avoids_a_worker_without_room_and_blames_nobody_for_a_request_that_never_fits() -> None:
+    router, members = Router(Clock()), cluster(Role.PREFILL, Role.PREFILL, Role.DECODE)
+    fail(router, CapacityError("too long", requested=(2,), available=(1,), permanent=True), members[0].worker)
+    assert len(picks(router, members)) == 2
+    fail(router, CapacityError("full", requested=(1,), available=(0,)), members[0].worker)
+    assert picks(router, members) == {("prefill-1", "decode-2")}
+
+
 def test_router_without_another_route_takes_the_one_that_failed() -> None:
     router, members = Router(Clock()), cluster(Role.PREFILL, Role.DECODE)
     fail(router, Unavailable("gone", peer="x"), members[1].worker)
@@ -99,7 +107,7 @@ def test_router_without_another_route_takes_the_one_that_failed() -> None:
 
 def test_router_blames_nobody_for_other_errors() -> None:
     router, members = Router(Clock()), cluster(Role.PREFILL, Role.PREFILL, Role.DECODE)
-    with pytest.raises(KVError), router.blaming(Unavailable, members[0].worker):
+    with pytest.raises(KVError), router.blaming((Unavailable,), members[0].worker):
         raise KVError("a request that cannot be served")
     assert len(picks(router, members)) == 2
 

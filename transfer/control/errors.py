@@ -135,6 +135,8 @@ def calling(peer: str) -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise error_of(error, peer) from error
+    except grpc.aio.UsageError as error:
+        raise Unavailable(f"the connection was closed on this side: {error}", peer=peer) from error
 
 
 def error_of(error: grpc.aio.AioRpcError, peer: str) -> KVError:
