@@ -231,7 +231,7 @@ class Worker:
     # ---- private
 
     async def _keyed_request(self, call: GenerateCall) -> Request:
-        """A request to hand over. When it fails before the loop knows it, whoever waits for its key hears so."""
+        """A request to hand over. When its prompt cannot be turned into tokens, whoever waits for its key hears so."""
         try:
             return await self._request(call, hand_over=True)
         except (KVError, asyncio.CancelledError) as error:

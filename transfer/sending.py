@@ -155,7 +155,7 @@ class Sender:
         if sending is None:
             self._ended.remember(cancel.key, cancel.failure)
             if not cancel.quiet:
-                failure = Failure("unknown_transfer", Phase.WIRE, f"transfer {cancel.key} is not open here")
+                failure = _not_open(cancel.key)
                 quiet = self._is_delivered(cancel.key)
                 self._send(peer, self._refusal(peer, cancel.key, cancel.fence, failure, quiet=quiet))
         elif sending.receiver in (None, peer):
@@ -413,15 +413,10 @@ class Sender:
 
     def _refuse(self, peer: WorkerId, grant: Grant, sending: Sending | None) -> None:
         """Answer a grant that cannot be served without touching the attempt, if there is one."""
-        reason = self._ended.find(grant.key) if sending is None else None
-        state = (
-            f"being served already ({sending.session.state})"
-            if sending
-            else f"over here: {reason}"
-            if reason
-            else "unknown here"
-        )
-        failure = Failure("unknown_transfer", Phase.GRANT, f"transfer {grant.key} is {state}", KEY_HINT)
+        failure = self._ended.find(grant.key) or _not_open(grant.key)
+        if sending is not None:
+            state = f"transfer {grant.key} is being served already ({sending.session.state})"
+            failure = Failure(SERVED, Phase.GRANT, state, KEY_HINT)
         log.warning("grant from %s refused: %s", peer, failure.message)
         if sending is None:
             # The answer says that nothing was and will be written: so it must stay.
@@ -470,3 +465,7 @@ def _same(one: Grant, other: Grant) -> bool:
 
 def _over(key: TransferKey) -> Failure:
     return Failure(SERVED, Phase.GRANT, f"transfer {key} was served already", KEY_HINT)
+
+
+def _not_open(key: TransferKey) -> Failure:
+    return Failure("unknown_transfer", Phase.GRANT, f"transfer {key} is unknown here", KEY_HINT)

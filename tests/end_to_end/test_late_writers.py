@@ -152,6 +152,7 @@ def test_late_writer_finds_its_pages_in_quarantine_and_its_word_brings_them_back
     check_answers(stage, alone.long, "late-writer", "decode-0")
 
 
+@long_run_on_tcp
 def test_late_reader_finds_the_pages_unchanged_and_its_word_brings_them_back(stage: Stage, alone: Alone) -> None:
     check_answers(stage, alone.long, "prefill-0", "late-reader")
     stage.arm("late-reader", signal.SIGSTOP, Moment.RENEWED)

@@ -233,7 +233,7 @@ def test_reference_used_twice_at_once_answers_once(field: Field, same_worker: bo
     assert [reply.tokens for reply in answered] == [expected_tokens(call)]
     assert [reply.events for reply in refused] == [[]]
     # At one worker the second is refused while the first runs, or after it; at another one by the prefill worker.
-    words = "here already" if same_worker else "unknown_transfer"
+    words = "here already" if same_worker else "served already"
     assert isinstance(refused[0].error, ConfigError | TransferError)
     assert words in str(refused[0].error)
     field.check_well()
@@ -247,8 +247,8 @@ def test_reference_whose_offer_expired_and_whose_pages_are_reused_is_refused(fie
     stale = direct.decode_call(call, field.compute(call), timeout_seconds=20.0)
     wait_until(lambda: field.holding() == 0, 10.0, "the offer expired")
     field.fill_pools()
-    check_refused(field.decoded(stale), TransferError, "no grant came in time")
-    check_refused(field.decoded(stale, field.other), TransferError, "no grant came in time")
+    check_refused(field.decoded(stale), TransferTimeout, "no grant came in time")
+    check_refused(field.decoded(stale, field.other), TransferTimeout, "no grant came in time")
     field.check_well()
 
 

@@ -75,7 +75,7 @@ class Stream:
         return self._closed
 
     def offer(self, message: Message) -> bool:
-        """Queue a message. False: the channel is closed or its queue is full, and nothing was queued."""
+        """Queue a message. False: the channel is closed or its queue is full, and the message will not be sent."""
         with self._lock:
             if self._closed or len(self._queue) >= self._max_queued:
                 return False
