@@ -135,6 +135,10 @@ class Router:
                 self._failed[frozenset(workers)] = self._clock()
             raise
 
+    def is_avoided(self, route: Route) -> bool:
+        """Whether a worker of this route, or the pair, failed a moment ago."""
+        return self._is_avoided(route.ends)
+
     def is_loaded(self, worker: WorkerId) -> bool:
         return self._load[worker] > 0
 
@@ -252,8 +256,10 @@ class Frontend:
                 return
             except (*BUSY_OR_GONE, TransferError) as error:
                 final = isinstance(error, TransferCancelled | TransferTimeout) or getattr(error, "permanent", False)
-                others = {route.ends for route in routes(self._directory.snapshot.members)} - tried
-                if started or final or not others or len(tried) == MAX_ROUTES:
+                others = [each for each in routes(self._directory.snapshot.members) if each.ends not in tried]
+                # A prompt is not computed again for workers that had no room a moment ago either.
+                full = isinstance(error, CapacityError) and all(map(self._router.is_avoided, others))
+                if started or final or full or not others or len(tried) == MAX_ROUTES:
                     raise
                 log.warning("request %s goes over another route: %s", call.request_id, error)
 

@@ -27,6 +27,10 @@ class Leases:
         self._next = now + self.seconds / RENEWALS_PER_LEASE
         return True
 
+    def renewal(self, side: Side, key: TransferKey) -> Renewal:
+        """For one attempt, at once."""
+        return Renewal(self._worker, side, (key,), self.seconds)
+
     def renewals(
         self, side: Side, attempts: Iterable[tuple[WorkerId, TransferKey]]
     ) -> Iterator[tuple[WorkerId, Renewal]]:

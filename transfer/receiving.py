@@ -379,6 +379,8 @@ class Receiver:
             # After a good result it only repeats that the attempt is over there.
             if source.result is None:
                 self._stop(source.receiving, result.failure or _silent(result))
+            else:
+                self._settle_if_told(source)
             return
         if source.grant is None:
             raise RemoteProtocolError("result is ok, but nothing was granted")

@@ -8,6 +8,7 @@ from kvferry.transfer import fencing
 from kvferry.transfer.attempts import Offer, Sending
 from kvferry.transfer.driving import Driver
 from kvferry.transfer.ended import BROKEN_HINT, KEY_HINT, LEASE_HINT, SERVED, EndedAttempts
+from kvferry.transfer.leases import Leases
 from kvferry.transfer.notice import Notice
 from kvferry.transfer.outcomes import (
     HangUp,
@@ -65,6 +66,7 @@ class Sender:
         outbox: Outbox,
         clock: Callable[[], float],
         hang_up: HangUp,
+        leases: Leases,
     ) -> None:
         self._worker = worker
         self._peers = peers
@@ -75,6 +77,7 @@ class Sender:
         self._outbox = outbox
         self._clock = clock
         self._hang_up = hang_up
+        self._leases = leases
         self._undelivered: set[TransferKey] = set()
         self._sendings: dict[TransferKey, Sending] = {}
 
@@ -144,6 +147,8 @@ class Sender:
         except RemoteProtocolError as error:
             self.fail(sending, Failure("bad_grant", Phase.GRANT, str(error)))
             return
+        # From now on the receiver counts on renewals: should the result be lost, it need not wait for its deadline.
+        self._send(peer, self._leases.renewal(Side.SENDER, grant.key))
         self._match(sending, Event.GRANT)
 
     def on_cancel(self, peer: WorkerId, cancel: Cancel) -> None:
@@ -165,12 +170,13 @@ class Sender:
         else:
             log.warning("%s cancelled transfer %s, which is %s's", peer, cancel.key, sending.receiver)
             failure = Failure("unknown_transfer", Phase.WIRE, f"transfer {cancel.key} is not {peer}'s")
-            self._send(peer, self._refusal(peer, cancel.key, cancel.fence, failure, quiet=True))
+            quiet = self._is_delivered(cancel.key)
+            self._send(peer, self._refusal(peer, cancel.key, cancel.fence, failure, quiet=quiet))
 
     def on_renewal(self, peer: WorkerId, key: TransferKey, lease_seconds: float) -> None:
         """The receiver stands by an attempt. One that failed here is answered; one that never began may still come.
 
-        One that went well is not: its result is on the way, or the receiver's lease will tell it that it was lost.
+        One that went well is not: its result is on the way, or was lost, and then the receiver's lease runs out.
         """
         sending = self._sendings.get(key)
         failure = self._ended.find(key)

@@ -133,7 +133,7 @@ class Transceiver:
         self._leases = Leases(worker, settings.lease_seconds)
         self._ended_out, self._ended_in = (EndedAttempts(settings.max_remembered) for _ in Side)
         parts = (self._peers, self._driver, self._proofs)
-        self._sender = Sender(worker, *parts, self._ended_out, send, self._outbox, clock, hang_up)
+        self._sender = Sender(worker, *parts, self._ended_out, send, self._outbox, clock, hang_up, self._leases)
         self._receiver = Receiver(worker, *parts, self._ended_in, send, self._outbox, clock, hang_up)
         self._reactor = make_reactor(transport, self, clock)
         self._reactor.start()

@@ -202,3 +202,16 @@ def test_wait_serving_returns_when_the_server_says_so() -> None:
             assert await client.is_serving()
 
     run(test)
+
+
+def test_closed_client_says_that_it_is_unavailable() -> None:
+    async def test() -> None:
+        async with served() as (_, _, client):
+            await client.close()
+            with pytest.raises(Unavailable, match="closed on this side"):
+                await client.prefill(samples.call())
+            for stream in (client.generate(samples.call()), client.decode(DECODE_CALL)):
+                with pytest.raises(Unavailable, match="closed on this side"):
+                    await anext(stream)
+
+    run(test)

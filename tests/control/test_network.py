@@ -474,3 +474,22 @@ def test_closed_network_takes_no_channel() -> None:
             assert not prefill.sink.up
 
     run(test)
+
+
+def test_hang_up_of_either_side_loses_nothing_that_was_queued_and_the_channel_comes_back() -> None:
+    async def test() -> None:
+        async with connected_pair() as (prefill, decode):
+            for count in range(1, 4):
+                before = len(decode.sink.up)
+                for _ in range(40):
+                    assert decode.network.send(PREFILL, samples.cancel(DECODE))
+                decode.network.hang_up(PREFILL, "a read failed")
+                await wait_until(lambda c=count: len(prefill.sink.cancels) == 40 * c, "all cancels arrived")
+                await wait_until(lambda b=before: len(decode.sink.up) > b, "the receiver dialled again")
+            before = len(decode.sink.up)
+            await wait_until(lambda: prefill.network.send(DECODE, samples.result()), "the sender's side is up, too")
+            prefill.network.hang_up(DECODE, "a write failed")
+            await wait_until(lambda: decode.sink.results, "the result arrived")
+            await wait_until(lambda: len(decode.sink.up) > before, "the receiver dialled again")
+
+    run(test)

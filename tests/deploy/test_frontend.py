@@ -181,6 +181,19 @@ def test_decode_worker_that_fails_at_once_does_not_attract_requests(error: Excep
     run(test)
 
 
+def test_prompt_is_not_computed_again_for_workers_that_had_no_room_a_moment_ago() -> None:
+    async def test() -> None:
+        async with running(num_decode=3) as (cluster, _):
+            for worker in cluster.decode:
+                worker.error = CapacityError("full", requested=(1,), available=(0,))
+            for _ in range(2):
+                with pytest.raises(CapacityError, match="full"):
+                    await cluster.ask()
+            assert cluster.prefill[0].num_calls == 3 + 1
+
+    run(test)
+
+
 def test_request_that_could_never_fit_is_tried_once() -> None:
     async def test() -> None:
         async with running(num_decode=2) as (cluster, _):

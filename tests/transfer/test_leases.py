@@ -229,7 +229,7 @@ def test_failed_result_after_a_good_one_changes_nothing() -> None:
         receiver = running.receiver.transceiver
         receiver.on_notification = held.append  # type: ignore[method-assign, assignment]
         start_transfer(running)
-        wait_until(lambda: any(isinstance(m, TransferResult) for m in running.sender.sent), WAIT_SECONDS, "the result")
+        assert running.wait_outcome(running.sender).error is None
         [good] = [message for message in running.sender.sent if isinstance(message, TransferResult)]
         late = dataclasses.replace(good, status=ResultStatus.FAILED, aux=None, failure=cancelled("too late"))
         receiver.on_result(running.sender.worker, late)
@@ -239,3 +239,14 @@ def test_failed_result_after_a_good_one_changes_nothing() -> None:
         for notification in held:
             receiver._reactor.call(lambda n=notification: receiver.on_notification(n)).result(WAIT_SECONDS)  # type: ignore[misc]
         assert running.wait_outcome(running.receiver).error is None
+
+
+def test_lost_result_costs_a_lease_and_not_the_deadline(direction: Direction) -> None:
+    with pair(lease_seconds=LEASE, direction=direction) as running:
+        running.sender.bend = lose(TransferResult)
+        start_transfer(running, timeout=1e4)
+        assert running.wait_outcome(running.sender).error is None
+        pass_time(running, 2 * LEASE)
+        error = running.wait_outcome(running.receiver).error
+        assert isinstance(error, TransferTimeout)
+        assert "lease_expired" in str(error)

@@ -5,7 +5,7 @@ import dataclasses
 from kvferry.cache.errors import PeerLost, TransferCancelled, TransferError, TransferTimeout
 from kvferry.transfer.outcomes import cancelled
 from kvferry.transfer.proofs import SETTLE_SECONDS
-from kvferry.transfer.types import Cancel, Direction, Grant, Message, Permit, TransferResult
+from kvferry.transfer.types import Cancel, Direction, Grant, Message, Permit, Renewal, TransferResult
 from tests.helpers import wait_until
 from tests.transfer.bending import LetsGo, Slow, lose, start_transfer, sweep
 from tests.transfer.pairs import PROMPT_TOKENS, WAIT_SECONDS, End, Pair, pair
@@ -30,7 +30,7 @@ def test_messages_of_a_pull_are_grant_permit_result() -> None:
         start_transfer(running)
         assert running.wait_outcome(running.receiver).error is None
         assert [type(message) for message in running.receiver.sent] == [Grant]
-        assert [type(message) for message in running.sender.sent] == [Permit, TransferResult]
+        assert [type(message) for message in running.sender.sent] == [Renewal, Permit, TransferResult]
 
 
 def test_permit_of_other_pages_than_granted_is_refused_and_nothing_is_read() -> None:
@@ -184,9 +184,9 @@ def test_failed_read_hangs_up_and_the_next_pairing_wires_the_lane_again() -> Non
 def test_cancel_of_another_grant_is_no_word_about_the_reads_of_this_one() -> None:
     Slow.over = False
     with pair(Slow, direction=Direction.PULL) as running:
+        running.sender.transceiver.on_notification = lambda notification: None  # type: ignore[method-assign]
         key, source, target = start_transfer(running)
         wait_until(lambda: running.receiver.transceiver._driver.busy, WAIT_SECONDS, "the read is under way")
-        running.sender.transceiver.on_notification = lambda notification: None  # type: ignore[method-assign]
         running.receiver.bend = lose(Cancel)
         stale = Cancel(key, running.receiver.worker, cancelled("an earlier one"), fence=7, quiet=True)
         running.sender.transceiver.on_cancel(running.receiver.worker, stale)

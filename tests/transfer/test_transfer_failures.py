@@ -1,5 +1,7 @@
 """Lost messages, timeouts, cancels and failing writes: when do pages come back, and when must they not?"""
 
+import dataclasses
+
 from kvferry.cache.errors import (
     PeerLost,
     TransferCancelled,
@@ -310,3 +312,22 @@ def test_lost_answer_is_asked_for_again_while_the_pages_are_in_doubt() -> None:
         source.close()
         running.clock.now += SETTLE_SECONDS + 1.0
         wait_until(running.receiver.is_empty, WAIT_SECONDS, "the sender was asked again, and answered")
+
+
+def test_quiet_word_that_repeats_the_end_of_a_good_transfer_settles_a_cancelled_one() -> None:
+    with pair() as running:
+        running.sender.bend = lambda message: (
+            dataclasses.replace(message, quiet=False) if isinstance(message, TransferResult) else message
+        )
+        running.receiver.transceiver.on_notification = lambda notification: None  # type: ignore[method-assign]
+        key, source, target = start_transfer(running)
+        running.wait_outcome(running.sender)
+        running.receiver.transceiver.cancel(key, "not wanted")
+        assert isinstance(running.wait_outcome(running.receiver).error, TransferCancelled)
+        running.sender.bend = lambda message: message
+        source.close()
+        target.close()
+        running.clock.now += SETTLE_SECONDS + 1.0
+        sweep(running)
+        running.clock.now += SETTLE_SECONDS + 1.0
+        wait_until(running.receiver.is_empty, WAIT_SECONDS, "asked again, the sender says that it is quiet")

@@ -10,7 +10,7 @@ from kvferry.cache.errors import (
     TransferError,
 )
 from kvferry.transfer.outcomes import cancelled
-from kvferry.transfer.types import Cancel, Direction, Grant, Permit, PromptId, TransferResult, WorkerId
+from kvferry.transfer.types import Cancel, Direction, Grant, Permit, PromptId, ResultStatus, TransferResult, WorkerId
 from tests.helpers import wait_until
 from tests.transfer.bending import (
     Slow,
@@ -194,8 +194,16 @@ def test_cancel_from_a_stranger_does_not_stop_a_granted_transfer() -> None:
         key, _, _ = start_transfer(running)
         wait_until(lambda: running.receiver.sent, WAIT_SECONDS, "the grant was delivered")
         stranger = WorkerId("stranger", 1)
-        running.sender.transceiver.on_cancel(stranger, Cancel(key, stranger, cancelled("mischief")))
+        told: list[tuple[WorkerId, Message]] = []
+        send = running.sender.transceiver._sender._send
+        running.sender.transceiver._sender._send = lambda to, message: (
+            bool(told.append((to, message))) if to == stranger else send(to, message)
+        )
+        running.sender.transceiver.on_cancel(stranger, Cancel(key, stranger, cancelled("mischief"), fence=7))
         sweep(running)
+        [(_, answer)] = told
+        assert isinstance(answer, TransferResult)
+        assert (answer.status, answer.fence, answer.quiet) == (ResultStatus.FAILED, 7, True)
         assert running.sender.poll() == []
         Slow.over = True
         assert running.wait_outcome(running.receiver).error is None

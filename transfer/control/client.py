@@ -50,7 +50,8 @@ class InferenceClient:
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateEvent, None]:
         """Chunks, then one summary. Closing the generator, or cancelling the task that reads it, cancels the call."""
         request = inference_pb2.GenerateRequest(call=inference.call_to_wire(call))
-        stream = self._inference.Generate(request, timeout=call.timeout_seconds)
+        with calling(self._endpoint):
+            stream = self._inference.Generate(request, timeout=call.timeout_seconds)
         try:
             with calling(self._endpoint):
                 async for response in stream:
@@ -69,7 +70,8 @@ class InferenceClient:
     async def decode(self, call: DecodeCall) -> AsyncGenerator[GenerateEvent, None]:
         """As `generate`, from pages another worker holds."""
         request = inference.decode_call_to_wire(call)
-        stream = self._inference.Decode(request, timeout=call.timeout_seconds)
+        with calling(self._endpoint):
+            stream = self._inference.Decode(request, timeout=call.timeout_seconds)
         try:
             with calling(self._endpoint):
                 async for response in stream:

@@ -197,6 +197,8 @@ class Link:
             async for envelope in stream.outbound():
                 async with asyncio.timeout(WRITE_SECONDS):
                     await call.write(ChannelRequest(message=channel.envelope_to_wire(envelope)))
+            async with asyncio.timeout(WRITE_SECONDS):
+                await call.done_writing()
         except TimeoutError:
             raise DeadlineExceeded(f"nothing was read for {WRITE_SECONDS:g} s", peer=str(stream.peer)) from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -211,6 +213,9 @@ async def _first_to_end(tasks: list["asyncio.Task[None]"], stream: Stream) -> No
         speaking.result()
     if listening.done() or not stream.closed:
         await listening
+    else:
+        # A call that is cancelled loses what the peer has not read yet; it ends the stream when it has.
+        await asyncio.wait({listening}, timeout=HELLO_SECONDS)
 
 
 def _envelope(response: ChannelResponse | Malformed) -> Envelope:
