@@ -17,7 +17,17 @@ from kvferry.cache.errors import (
 )
 from kvferry.deploy.requests import Request
 from kvferry.transfer.inference import PrefillReply
-from kvferry.transfer.types import Cancel, Direction, Grant, Message, Renewal, TransferKey
+from kvferry.transfer.outcomes import TransferOutcome
+from kvferry.transfer.types import (
+    Cancel,
+    Direction,
+    Grant,
+    Message,
+    Renewal,
+    Side,
+    TransferKey,
+    WireReport,
+)
 from tests.deploy.loops import WAIT_SECONDS, Node, Sink, new_key, nodes
 from tests.helpers import wait_until
 
@@ -306,3 +316,17 @@ def test_success_cancels_nothing() -> None:
         request, reply = offered(prefill)
         assert decode.submit(decode.fetch(request, reply)).wait().error is None
         assert lost(decode.end.sent) == []
+
+
+def test_end_of_a_foreign_attempt_under_the_same_key_does_not_end_a_request_that_receives() -> None:
+    with nodes(num_slots=1200, **BUSY) as (prefill, decode), full(prefill, decode):
+        request, reply = offered(prefill)
+        sink = queued(decode, decode.fetch(request, reply))
+        foreign = TransferOutcome(reply.key, Side.SENDER, None, WireReport(), 0.0)
+        heard = decode.loop.call(lambda: decode.end.transceiver._outbox.put(foreign))
+        heard.result(WAIT_SECONDS)
+        decode.loop.call(lambda: None).result(WAIT_SECONDS)
+        assert not sink.num_finished
+        stop_by_key(decode, decode.fetch(request, reply))
+        assert isinstance(sink.wait().error, TransferCancelled)
+        wait_until(prefill.is_idle, WAIT_SECONDS, "the prompt's pages are free")
