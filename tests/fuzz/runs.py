@@ -45,7 +45,14 @@ class Errors(logging.Handler):
         self.stories: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stories.append(self.format(record))
+        if not _caller_left(record):
+            self.stories.append(self.format(record))
+
+
+def _caller_left(record: logging.LogRecord) -> bool:
+    """The library says so loudly when a caller went away at the very moment of its answer."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return record.name == "grpc._cython.cygrpc" and kind is not None and kind.__name__ == "ExecuteBatchError"
 
 
 @contextmanager
