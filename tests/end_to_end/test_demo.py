@@ -39,8 +39,8 @@ GROUPS = {
     },
     **{("tiny-falcon-h1", manager): [["full"], ["recurrent"]] for manager in ("V2", "V1")},
 }
-LONG = ("tiny-qwen3-next", "tiny-falcon-h1")
-"""Each starts a cluster of its own; of the hybrid models one is enough for every run."""
+LONG = ("tiny-qwen3-next", "tiny-falcon-h1", "tiny-nemotron-h", "tiny-deepseek-v3")
+"""Each starts a cluster of its own: one model of one pool group and one of two are enough for every run."""
 CASES = [pytest.param(*pair, marks=[pytest.mark.full] if pair[1] == "V1" or pair[0] in LONG else []) for pair in GROUPS]
 PROMPT = "ferry " * 120
 

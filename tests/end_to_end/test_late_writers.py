@@ -81,6 +81,7 @@ def check_identical(replies: "list[Future[Reply]]", expected: list[Tokens]) -> N
 long_run_on_tcp = pytest.mark.parametrize("stage", ["cma", pytest.param("tcp", marks=pytest.mark.full)], indirect=True)
 
 
+@long_run_on_tcp
 def test_writer_killed_midway_fails_its_request_and_its_pages_come_back(stage: Stage, alone: Alone) -> None:
     check_killed_writer(stage, alone, Moment.UNDER_WAY)
 
@@ -128,6 +129,7 @@ def test_killed_reader_leaves_the_pages_it_read_until_it_is_gone(stage: Stage, a
 # ---- stopped past its lease, and continued
 
 
+@long_run_on_tcp
 def test_late_writer_finds_its_pages_in_quarantine_and_its_word_brings_them_back(stage: Stage, alone: Alone) -> None:
     check_answers(stage, alone.long, "late-writer", "decode-0")
     stage.arm("late-writer", signal.SIGSTOP, Moment.RENEWED)
